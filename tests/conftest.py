@@ -1,0 +1,21 @@
+"""How the tests run: hypothesis without deadlines, GPU tests only where there is a GPU."""
+
+import pytest
+from hypothesis import settings
+
+# The first example compiles kernels, so a deadline would lie. A failure prints what repeats it.
+settings.register_profile("ci", deadline=None, max_examples=200, print_blob=True)
+settings.register_profile("mutants", deadline=None, max_examples=60, database=None)
+settings.load_profile("ci")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not needs_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in needs_gpu:
+            item.add_marker(skip)
