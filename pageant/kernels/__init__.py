@@ -1,0 +1,1 @@
+"""Arithmetic. Kernels choose nothing: `select` picks one, `plan` says what it works on."""

@@ -1,0 +1,45 @@
+"""What one kernel launch is given: every kernel of every language takes an AttentionCall."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pageant.cache.pages import LayerCache
+from pageant.plan.buffers import Workspace
+from pageant.plan.inputs import LayerParams
+from pageant.plan.work import WorkList
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """One phase of one layer. Rows past the real tokens are never touched.
+
+    Attributes:
+        q: [>= T, Hq, D], model dtype, any strides with unit content stride.
+        cache: the layer's pages.
+        out: [>= T, Hq, Dv], model dtype; written at the rows the work list names.
+        lse: float32 [>= T, Hq], natural log, or None.
+        query_start_loc: int32 [R + 1], first token of each request.
+        key_lens: int32 [R], keys of each request (n).
+        page_table: int32 [R, W].
+        causal: for all requests, or bool [R].
+        draft_mask: bool [T, M]; column c is key n - m + c of the row's request; or None.
+        params: scale, window, cap, sinks, slopes.
+        work: which rows and keys, in which shares.
+        workspace: room for partial results.
+    """
+
+    q: torch.Tensor
+    cache: LayerCache
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    query_start_loc: torch.Tensor
+    key_lens: torch.Tensor
+    page_table: torch.Tensor
+    causal: bool | torch.Tensor
+    draft_mask: torch.Tensor | None
+    params: LayerParams
+    work: WorkList
+    workspace: Workspace

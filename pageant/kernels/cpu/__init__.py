@@ -1,0 +1,1 @@
+"""Kernels for the host: numba for decode, torch for prefill."""

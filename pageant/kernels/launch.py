@@ -1,0 +1,52 @@
+"""Each phase's chosen kernel, given its part of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from pageant.cache.pages import LayerCache
+from pageant.kernels.call import AttentionCall
+from pageant.plan.build import Plan
+from pageant.plan.inputs import LayerParams
+from pageant.select.choose import load
+from pageant.select.rows import Row
+
+
+def launch(
+    rows: Mapping[str, Row],
+    plan: Plan,
+    q: torch.Tensor,
+    cache: LayerCache,
+    params: LayerParams,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Run one layer; phases without work launch nothing.
+
+    Args:
+        rows: the chosen row of each phase.
+        plan: the step's plan.
+        q, cache, params, out, lse: as in AttentionCall.
+    """
+    batch, buffers = plan.batch, plan.buffers
+    for phase, row in rows.items():
+        work = buffers.work[phase, params.window]
+        if work.counts[0]:
+            load(row)(
+                AttentionCall(
+                    q=q,
+                    cache=cache,
+                    out=out,
+                    lse=lse,
+                    query_start_loc=batch.query_start_loc,
+                    key_lens=batch.key_lens,
+                    page_table=batch.page_table,
+                    causal=batch.causal if batch.encoder_seq_lens is None else False,
+                    draft_mask=buffers.draft_mask,
+                    params=params,
+                    work=work,
+                    workspace=plan.planner.workspace,
+                )
+            )

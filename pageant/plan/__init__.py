@@ -1,0 +1,1 @@
+"""From a batch to a frozen Plan: validation, split, work lists, buffers."""

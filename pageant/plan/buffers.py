@@ -1,0 +1,78 @@
+"""Storage of fixed address: work lists of one plan slot, and the workspace of one Attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from pageant.plan.pages import PageUse, WriteIndex
+from pageant.plan.split import Split
+from pageant.plan.work import WorkList, query_tile
+from pageant.types import Features, Limits, Options, Shape
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Room for partial results, allocated once.
+
+    Attributes:
+        partial_out: float32 [partials, rows, Hq, Dv].
+        partial_lse: float32 [partials, rows, Hq], natural log.
+    """
+
+    partial_out: torch.Tensor
+    partial_lse: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated."""
+        return self.partial_out.nbytes + self.partial_lse.nbytes
+
+
+@dataclass
+class PlanBuffers:
+    """One plan slot: what planning writes and running reads.
+
+    Attributes:
+        work: a work list for each (phase, window).
+        generation: of the plan that owns the slot now.
+        split: how many requests decode.
+        real_tokens: tokens without padding.
+        draft_mask: bool [T, M], or None.
+        pages: the largest page id rows can see, for run to compare with the cache.
+        writes: where new tokens go; None if the batch has no slot mapping.
+    """
+
+    work: dict[tuple[str, int | None], WorkList]
+    generation: int = -1
+    split: Split = Split(0, 0, 0, 0)
+    real_tokens: int = 0
+    draft_mask: torch.Tensor | None = None
+    pages: PageUse = field(default_factory=PageUse)
+    writes: WriteIndex | None = None
+
+
+def make_buffers(limits: Limits, features: Features, options: Options, workers: int) -> PlanBuffers:
+    """Room for the work of any batch within the limits."""
+    pieces = options.debug_splits or 1
+    work = {}
+    for window in features.windows:
+        decode_items = limits.max_requests * pieces + workers
+        work["decode", window] = WorkList.empty(decode_items, workers)
+        prefill_items = limits.max_requests + -(-limits.max_tokens // query_tile(window))
+        work["prefill", window] = WorkList.empty(prefill_items, 1)
+    return PlanBuffers(work)
+
+
+def make_workspace(shape: Shape, limits: Limits, options: Options, workers: int) -> Workspace:
+    """Room for the partial results of any batch within the limits.
+
+    A cut between two shares leaves at most two partial results.
+    """
+    partials = 2 * (workers - 1)
+    if options.debug_splits is not None:
+        partials = limits.max_requests * options.debug_splits
+    rows = 1 + options.speculative_tokens
+    lse = torch.empty(partials, rows, shape.num_q_heads, dtype=torch.float32)
+    return Workspace(lse.new_empty(*lse.shape, shape.value_dim), lse)

@@ -1,0 +1,119 @@
+"""What write and run are given, checked against what was declared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pageant.cache.formats import Format
+from pageant.cache.pages import LayerCache
+from pageant.types import Features, Layer, Scalar, Shape, bad
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerParams:
+    """A Layer with every default and scale resolved: the numbers a kernel computes with.
+
+    Attributes:
+        score_scale: factor on q·k: scale, and q_scale and k_scale where those are quantised.
+        value_scale: factor on the output: v_scale if the cache is quantised.
+        window, soft_cap, sinks, alibi_slopes: as in Layer.
+    """
+
+    score_scale: float
+    value_scale: float = 1.0
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+
+
+def check_rows(
+    name: str,
+    x: torch.Tensor,
+    row: tuple[int, int],
+    num_rows: int,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
+    """Raise unless `x` is [>= num_rows, *row] of one of the dtypes, on the device, without grad."""
+    if not isinstance(x, torch.Tensor):
+        raise bad(name, x, "a tensor")
+    if x.dim() != 3 or tuple(x.shape[1:]) != row or x.shape[0] < num_rows:
+        raise bad(name, list(x.shape), f"[at least {num_rows}, {row[0]}, {row[1]}]")
+    if x.dtype not in dtypes:
+        raise bad(name, x.dtype, " or ".join(str(dtype) for dtype in dtypes))
+    if x.device != device:
+        raise bad(name, str(x.device), f"a tensor on {device}")
+    if x.requires_grad:
+        raise bad(name, "a tensor that requires grad", "one that does not: there is no backward")
+
+
+def check_cache(cache: LayerCache, shape: Shape, fmt: Format, page_size: int) -> None:
+    """Raise unless the pages are of this shape and format."""
+    if not isinstance(cache, LayerCache):
+        raise bad(
+            "cache", type(cache).__name__, "one layer of a cache: kv[i], or wrap_cache's result"
+        )
+    have = (cache.format.name, *cache.k.shape[1:], cache.v.shape[3])
+    want = (fmt.name, page_size, shape.num_kv_heads, shape.head_dim, shape.value_dim)
+    if have != want:
+        names = "(format, page_size, kv heads, head size, value head size)"
+        raise bad("cache", have, f"{want}, that is {names}")
+
+
+def resolve_layer(
+    layer: Layer, features: Features, shape: Shape, fmt: Format, q_dtype: torch.dtype
+) -> LayerParams:
+    """The numbers a kernel computes with.
+
+    Raises:
+        ArgumentError: for a value that is not allowed, or a feature that was not declared.
+    """
+    if layer.window not in features.windows:
+        raise bad("layer.window", layer.window, f"one of the declared {features.windows}")
+    if layer.out_format not in features.out_formats:
+        raise bad(
+            "layer.out_format", layer.out_format, f"one of the declared {features.out_formats}"
+        )
+    for name, declared in (("soft_cap", features.soft_cap), ("sinks", features.sinks)):
+        if getattr(layer, name) is not None and not declared:
+            raise bad(f"layer.{name}", "given", f"None, unless Features({name}=True) is declared")
+    if layer.alibi_slopes is not None and not features.alibi:
+        raise bad("layer.alibi_slopes", "given", "None, unless Features(alibi=True) is declared")
+    if layer.soft_cap is not None and not layer.soft_cap > 0:
+        raise bad("layer.soft_cap", layer.soft_cap, "a number above 0, or None")
+    for name in ("sinks", "alibi_slopes"):
+        _check_per_head(name, getattr(layer, name), shape.num_q_heads)
+    score = shape.head_dim**-0.5 if layer.scale is None else layer.scale
+    if q_dtype in FP8_DTYPES:
+        score *= _number("layer.q_scale", layer.q_scale)
+    value = 1.0
+    if fmt.quantized:
+        score *= _number("layer.k_scale", layer.k_scale)
+        value = _number("layer.v_scale", layer.v_scale)
+    return LayerParams(
+        score_scale=score,
+        value_scale=value,
+        window=layer.window,
+        soft_cap=layer.soft_cap,
+        sinks=layer.sinks,
+        alibi_slopes=layer.alibi_slopes,
+    )
+
+
+def _check_per_head(name: str, x: torch.Tensor | None, num_q_heads: int) -> None:
+    if x is None:
+        return
+    if not isinstance(x, torch.Tensor) or x.dtype != torch.float32 or x.shape != (num_q_heads,):
+        have = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else x
+        raise bad(f"layer.{name}", have, f"a float32 tensor [{num_q_heads}], one a query head")
+
+
+def _number(name: str, scale: Scalar) -> float:
+    if isinstance(scale, torch.Tensor) and scale.numel() != 1:
+        raise bad(name, list(scale.shape), "a float, or a tensor of one element")
+    return float(scale)
