@@ -1,0 +1,141 @@
+"""A question to `explain` as plain data: one line of a case file, or the options of the command.
+
+>>> answer_case({"sm": "cpu", "head_dim": 64, "spec": 3})["decode_threshold"]
+4
+>>> answer_case({"sm": "cpu", "head_dim": 20})["argument"]
+'head_dim'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from pageant.device import Device
+from pageant.select.explain import Explanation, explain
+from pageant.types import (
+    ArgumentError,
+    CacheSpec,
+    ContextParallel,
+    Features,
+    Options,
+    Shape,
+    Support,
+    bad,
+)
+
+# Every key a case may have, and what it is when absent. sm None: this machine's device.
+DEFAULTS: dict[str, Any] = {
+    "sm": None,
+    "q_heads": 32,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "v_head_dim": None,
+    "page_size": 16,
+    "dtype": "bfloat16",
+    "cache": "auto",
+    "layout": "LBHNC",
+    "dcp": 1,
+    "sinks": False,
+    "window": None,
+    "soft_cap": 0,
+    "alibi": False,
+    "spec": 0,
+    "non_causal_drafts": False,
+    "adaptive": False,
+    "invariant": False,
+    "q_quant": True,
+    "table_kernels": "auto",
+    "cubins": True,
+    "kernels": "auto",
+}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+TABLE_KERNELS = {"auto": None, "on": True, "off": False}
+
+
+def answer_case(case: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer to one case as JSON data, whether it can run or not."""
+    try:
+        return explain_case(case).to_dict()
+    except ArgumentError as error:
+        return refused(error)
+
+
+def refused(error: ArgumentError) -> dict[str, Any]:
+    """The JSON answer to a case that is itself a mistake."""
+    return Support(False, str(error), error.argument).to_dict()
+
+
+def explain_case(case: Mapping[str, Any]) -> Explanation:
+    """The kernels one case gets. Absent keys have their default; other keys are not looked at.
+
+    Raises:
+        ArgumentError: a value that makes no sense on any device.
+    """
+    case = {**DEFAULTS, **case}
+    explanation = explain(
+        Shape(
+            num_q_heads=case["q_heads"],
+            num_kv_heads=case["kv_heads"],
+            head_dim=case["head_dim"],
+            v_head_dim=case["v_head_dim"],
+            dtype=_named("dtype", case["dtype"], DTYPES),
+        ),
+        CacheSpec(format=case["cache"], page_size=case["page_size"], layout=case["layout"]),
+        Features(
+            windows=(case["window"] or None,),
+            soft_cap=_has_cap(case["soft_cap"]),
+            sinks=case["sinks"],
+            alibi=case["alibi"],
+        ),
+        _options(case),
+        _device(case["sm"]),
+    )
+    if not explanation.choices:
+        support = explanation.support
+        raise ArgumentError(support.reason or "", support.argument or "")
+    return explanation
+
+
+def _options(case: dict[str, Any]) -> Options:
+    # Only FlashInfer has kernels that come as prebuilt binaries.
+    if not isinstance(case["cubins"], bool):
+        raise bad("cubins", case["cubins"], "True or False")
+    ranks = None if case["dcp"] == 1 else ContextParallel(rank=0, world=case["dcp"])
+    return Options(
+        kernels=case["kernels"],
+        invariant=case["invariant"],
+        speculative_tokens=case["spec"],
+        context_parallel=ranks,
+        quantize_query=case["q_quant"],
+        table_kernels=_named("table_kernels", case["table_kernels"], TABLE_KERNELS),
+        adaptive=case["adaptive"],
+        non_causal_drafts=case["non_causal_drafts"],
+    )
+
+
+def _named(argument: str, name: Any, values: dict[str, Any]) -> Any:
+    if not isinstance(name, str) or name not in values:
+        raise bad(argument, name, ", ".join(values))
+    return values[name]
+
+
+def _has_cap(cap: Any) -> bool:
+    if isinstance(cap, bool) or not isinstance(cap, int | float | None) or not (cap or 0) >= 0:
+        raise bad("soft_cap", cap, "a number from 0 up; 0 means none")
+    return bool(cap)
+
+
+def _device(sm: Any) -> Device:
+    return _this_machine() if sm is None else Device.of(str(sm))
+
+
+@cache
+def _this_machine() -> Device:
+    try:
+        return Device.detect("cuda")
+    except ArgumentError:
+        return Device.detect("cpu")
