@@ -1,0 +1,43 @@
+"""Pageant: paged attention for LLM serving. Plan once a step, write and run once a layer."""
+
+from pageant import ops
+from pageant.api import Attention
+from pageant.cache.pages import LayerCache, PagedCache
+from pageant.device import Device
+from pageant.plan.batch import Batch
+from pageant.plan.build import Plan
+from pageant.select.choose import supports
+from pageant.select.explain import Explanation
+from pageant.types import (
+    ArgumentError,
+    CacheSpec,
+    ContextParallel,
+    Features,
+    Layer,
+    Limits,
+    Options,
+    Shape,
+    Support,
+)
+
+__version__ = "0.1.0"
+__all__ = [
+    "ArgumentError",
+    "Attention",
+    "Batch",
+    "CacheSpec",
+    "ContextParallel",
+    "Device",
+    "Explanation",
+    "Features",
+    "Layer",
+    "LayerCache",
+    "Limits",
+    "Options",
+    "PagedCache",
+    "Plan",
+    "Shape",
+    "Support",
+    "ops",
+    "supports",
+]

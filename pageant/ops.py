@@ -1,0 +1,178 @@
+"""Functional forms: the same kernels, for callers that keep no Attention.
+
+Each call plans anew; engines that run many layers a step should hold a ``pageant.Attention``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pageant.api import Attention
+from pageant.cache.formats import resolve
+from pageant.cache.pages import LayerCache
+from pageant.cache.quantize import dequantize, quantize
+from pageant.kernels.cpu import write_pages as cpu_write
+from pageant.kernels.cpu.merge import merge_states
+from pageant.plan.batch import Batch
+from pageant.plan.pages import write_index
+from pageant.types import CacheSpec, Features, Layer, Limits, Options, Scalar, Shape
+
+__all__ = [
+    "dequantize",
+    "merge_states",
+    "paged_attention",
+    "quantize",
+    "ragged_attention",
+    "write_pages",
+]
+
+
+def paged_attention(  # budget: one argument for each thing attention needs
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    *,
+    layer: Layer | None = None,
+    format: str = "auto",
+    kernels: str = "auto",
+    return_lse: bool = False,
+    **batch_fields: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention over pages that are already written.
+
+    Args:
+        q: [T, Hq, D], model dtype.
+        k_cache, v_cache: [P, N, Hkv, D] and [P, N, Hkv, Dv], any strides with unit content stride.
+        query_start_loc: int32 [R + 1].
+        seq_lens: int32 [R].
+        page_table: int32 [R, W].
+        layer: scale, window, cap, sinks, slopes, cache scales.
+        format: the cache's format.
+        kernels: as ``Options.kernels``.
+        return_lse: also return float32 [T, Hq], natural log.
+        **batch_fields: causal, draft_mask, draft_parents or encoder_seq_lens, as in ``Batch``.
+
+    Two keys that weigh the same (the query is zero); lse is ln 2:
+
+    >>> v = torch.tensor([1.0, 3.0])[None, :, None, None].repeat(1, 1, 1, 16)
+    >>> out, lse = paged_attention(
+    ...     torch.zeros(1, 1, 16),
+    ...     torch.ones(1, 2, 1, 16),
+    ...     v,
+    ...     torch.tensor([0, 1], dtype=torch.int32),
+    ...     torch.tensor([2], dtype=torch.int32),
+    ...     torch.tensor([[0]], dtype=torch.int32),
+    ...     return_lse=True,
+    ... )
+    >>> out[0, 0, 0], lse
+    (tensor(2.), tensor([[0.6931]]))
+    """
+    layer = layer or Layer()
+    batch = Batch(
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        page_table=page_table,
+        num_requests=len(seq_lens),
+        num_tokens=q.shape[0],
+        max_query_len=_most(query_start_loc.diff()),
+        max_seq_len=_most(seq_lens),
+        **batch_fields,
+    )
+    attn = Attention(
+        Shape(
+            num_q_heads=q.shape[1],
+            num_kv_heads=k_cache.shape[2],
+            head_dim=q.shape[2],
+            v_head_dim=v_cache.shape[3],
+            dtype=q.dtype,
+        ),
+        CacheSpec(format=format, page_size=k_cache.shape[1]),
+        _limits(batch),
+        Features.of(
+            [layer],
+            lse=return_lse,
+            non_causal=batch.causal is not True,
+            draft_masks=batch.draft_mask is not None or batch.draft_parents is not None,
+        ),
+        Options(kernels=kernels),
+        q.device,
+    )
+    cache = attn.wrap_cache(k_cache, v_cache)
+    return attn.run(attn.plan(batch), q, cache, layer, return_lse=return_lse)
+
+
+def _limits(batch: Batch) -> Limits:
+    """Just room enough for one batch."""
+    return Limits(
+        max_requests=max(1, batch.num_requests),
+        max_tokens=max(1, batch.num_tokens),
+        max_seq_len=max(1, batch.max_seq_len, _most(batch.key_lens)),
+    )
+
+
+def _most(lens: torch.Tensor) -> int:
+    return int(lens.max()) if lens.numel() else 0
+
+
+def ragged_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    key_start_loc: torch.Tensor,
+    **others: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention over keys that lie one request after another, without pages.
+
+    Args:
+        q: [T, Hq, D], model dtype.
+        k, v: [Tk, Hkv, D] and [Tk, Hkv, Dv], the same dtype.
+        query_start_loc: int32 [R + 1], first query row of each request.
+        key_start_loc: int32 [R + 1], first key row of each request.
+        **others: layer, kernels, return_lse, causal, draft_mask … as for `paged_attention`.
+
+    Two requests of one and two keys:
+
+    >>> starts = torch.tensor([0, 1, 3], dtype=torch.int32)
+    >>> v = torch.tensor([1.0, 2.0, 4.0])[:, None, None].repeat(1, 1, 16)
+    >>> ragged_attention(torch.zeros(3, 1, 16), torch.ones(3, 1, 16), v, starts, starts)[:, 0, 0]
+    tensor([1., 2., 3.])
+    """
+    lens = key_start_loc.diff()
+    width = int(lens.max()) if len(lens) else 0
+    # A page of one token makes any row addressable; the last row stands for those past the end.
+    table = key_start_loc[:-1, None] + torch.arange(width, dtype=torch.int32, device=k.device)
+    table = table.clamp(max=max(k.shape[0] - 1, 0))
+    return paged_attention(
+        q, k.unsqueeze(1), v.unsqueeze(1), query_start_loc, lens, table, **others
+    )
+
+
+def write_pages(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    format: str = "auto",
+    scales: tuple[Scalar, Scalar] = (1.0, 1.0),
+) -> None:
+    """Store tokens' keys and values by slot (page * page_size + row); negative slots are skipped.
+
+    Args:
+        k, v: [>= T, Hkv, D] and [>= T, Hkv, Dv]; rows past T are ignored.
+        k_cache, v_cache: [P, N, Hkv, D] and [P, N, Hkv, Dv], any strides.
+        slot_mapping: int64 [T].
+        format: the cache's format.
+        scales: k_scale and v_scale; quantised formats divide by them.
+    """
+    fmt = resolve(format, k.dtype)
+    cache = LayerCache(k_cache.view(fmt.element_dtype), v_cache.view(fmt.element_dtype), fmt)
+    index = write_index(slot_mapping, cache.page_size)
+    cpu_write.write_pages(k, v, cache, index, scales)
