@@ -54,7 +54,7 @@ check: setup ## format, lint, types, structure and quick tests, in under a minut
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target lint types structure quick
 
 lint: setup # ruff: format and rules
-	@$(BIN)/ruff format --quiet --check . || { echo "lint: run \`make format\`"; exit 1; }
+	@$(BIN)/ruff format --quiet --check --output-format concise . || { echo "lint: run \`make format\`"; exit 1; }
 	@$(BIN)/ruff check --quiet --output-format concise . && echo "lint: ok"
 
 types: setup # mypy, strict

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import torch
 
 from pageant.cache.formats import resolve
@@ -11,7 +15,7 @@ from pageant.kernels.cpu.write_pages import write_pages
 from pageant.kernels.launch import launch
 from pageant.plan.batch import Batch
 from pageant.plan.build import Plan, Planner
-from pageant.plan.inputs import FP8_DTYPES, check_cache, check_rows, resolve_layer
+from pageant.plan.inputs import check_cache, check_new_rows, check_query_rows, resolve_layer
 from pageant.select.explain import Explanation, explain
 from pageant.select.validate import check_limits
 from pageant.types import (
@@ -26,6 +30,24 @@ from pageant.types import (
 )
 
 PLAIN = Layer()
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+
+def _never_compiled(function: Callable[Params, Result]) -> Callable[Params, Result]:
+    """Make ``torch.compile`` leave a function alone.
+
+    ``torch.compiler.disable`` as a decorator would load the compiler, a second or more, on import.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+        if torch.compiler.is_compiling():
+            eager: Callable[Params, Result] = torch.compiler.disable(function)
+            return eager(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 class Attention:
@@ -118,13 +140,13 @@ class Attention:
             v: values [P, N, Hkv, Dv].
             k_scales, v_scales: scales stored with the pages, for formats that have them.
         """
-        for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
-            if scales is not None and self.format.scale_dtype is None:
-                raise bad(name, "given", f"None: cache format {self.format.name} stores no scales")
-        return wrap(self.shape, self.cache, k, v, self.device)
+        return wrap(self.shape, self.cache, (k, v), (k_scales, v_scales), self.device)
 
     def pages_for(self, num_bytes: int, num_layers: int) -> int:
         """How many pages of every layer fit into `num_bytes`."""
+        for name, value, least in (("num_bytes", num_bytes, 0), ("num_layers", num_layers, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise bad(name, value, f"a whole number from {least} up")
         return num_bytes // layout_for(self.shape, self.cache, num_layers, 1).num_bytes
 
     def plan(self, batch: Batch) -> Plan:
@@ -164,12 +186,11 @@ class Attention:
         if index.largest_slot >= cache.num_pages * cache.page_size:
             last = cache.num_pages * cache.page_size - 1
             raise bad("batch.slot_mapping", index.largest_slot, f"slots up to {last}")
-        self._check_rows("k", k, self.shape.num_kv_heads, self.shape.head_dim, index.num_tokens)
-        self._check_rows("v", v, self.shape.num_kv_heads, self.shape.value_dim, index.num_tokens)
+        check_new_rows(k, v, self.shape, index.num_tokens, self.device)
         if not layer.shares_cache:
             write_pages(k, v, cache, index, (layer.k_scale, layer.v_scale))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    @_never_compiled
     def run(  # budget: the public API, one argument for each thing a layer gives
         self,
         plan: Plan,
@@ -208,30 +229,14 @@ class Attention:
             raise bad("out_scales", "given", "None for layers whose out_format is 'model'")
         if (k is None) != (v is None):
             raise bad("k" if k is None else "v", None, "k and v together, or neither")
-        heads, tokens = self.shape.num_q_heads, plan.batch.num_tokens
-        self._check_rows("q", q, heads, self.shape.head_dim, tokens, FP8_DTYPES)
-        for name, rows in (("q", q), ("out", out)):
-            if rows is not None and rows.stride(-1) != 1:
-                raise bad(name, f"content stride {rows.stride(-1)}", "content stride 1")
+        check_query_rows(q, out, self.shape, plan.batch.num_tokens, self.device)
         params = resolve_layer(layer, self.features, self.shape, self.format, q.dtype)
         q = q.to(self.shape.dtype)
         if out is None:
-            out = q.new_empty(q.shape[0], heads, self.shape.value_dim)
+            out = q.new_empty(q.shape[0], self.shape.num_q_heads, self.shape.value_dim)
             out[plan.buffers.real_tokens :] = 0
-        self._check_rows("out", out, heads, self.shape.value_dim, tokens)
         lse = None
         if return_lse:
-            lse = q.new_full((q.shape[0], heads), -torch.inf, dtype=torch.float32)
+            lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
         launch(self._explanation.rows, plan, q, cache, params, out, lse)
         return out if lse is None else (out, lse)
-
-    def _check_rows(
-        self,
-        name: str,
-        x: torch.Tensor,
-        heads: int,
-        dim: int,
-        num_rows: int,
-        others: tuple[torch.dtype, ...] = (),
-    ) -> None:
-        check_rows(name, x, (heads, dim), num_rows, (self.shape.dtype, *others), self.device)

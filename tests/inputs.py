@@ -212,10 +212,11 @@ def build(case: Case, kernels: str = "auto") -> Problem:
 def _layer(case: Case, shape: pageant.Shape, rng: torch.Generator) -> pageant.Layer:
     heads = shape.num_q_heads
     return pageant.Layer(
-        scale=0.3 if case.scales else None,
+        scale=1.3 * shape.head_dim**-0.5 if case.scales else None,
         window=case.window,
         soft_cap=case.soft_cap,
-        sinks=torch.randn(heads, generator=rng) * 2 if case.sinks else None,
+        # Not so large that outputs would be subnormal in float16.
+        sinks=torch.rand(heads, generator=rng) * 4 - 2 if case.sinks else None,
         alibi_slopes=torch.rand(heads, generator=rng) * 0.3 if case.alibi else None,
         k_scale=0.5 if case.scales else 1.0,
         v_scale=torch.tensor([3.0]) if case.scales else 1.0,

@@ -88,25 +88,35 @@ def layout_for(shape: Shape, spec: CacheSpec, num_layers: int, num_pages: int) -
 
 
 def wrap(
-    shape: Shape, spec: CacheSpec, k: torch.Tensor, v: torch.Tensor | None, device: torch.device
+    shape: Shape,
+    spec: CacheSpec,
+    tensors: tuple[torch.Tensor, torch.Tensor | None],
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    device: torch.device,
 ) -> LayerCache:
     """One layer's cache over tensors that exist already, without copying.
 
     Args:
         shape, spec: what the tensors must hold.
-        k: keys [P, N, Hkv, D]; or, with `v` None, keys and values in the layout's axis order.
-        v: values [P, N, Hkv, Dv], or None.
+        tensors: keys [P, N, Hkv, D] and values [P, N, Hkv, Dv]; or both in one, in the layout's
+            axis order, and None.
+        scales: those of keys and values, for formats that store them.
         device: where the tensors must be.
 
-    Either may have the format's element dtype, or a one-byte integer type for an 8-bit format.
+    Tensors may have the format's element dtype, or a one-byte integer type for an 8-bit format.
     """
     fmt = resolve(spec.format, shape.dtype)
+    for name, given in zip(("k_scales", "v_scales"), scales, strict=True):
+        if given is not None and fmt.scale_dtype is None:
+            raise bad(name, "given", f"None: cache format {fmt.name} stores no scales")
     heads, tokens = shape.num_kv_heads, spec.page_size
+    k, v = tensors
     names = ("k", "v")
     if v is None:
-        k = _element_view("combined", k, fmt)
-        k, v = split_combined(k, spec.layout, (shape.head_dim, shape.value_dim), (heads, tokens))
         names = ("combined", "combined")
+        whole = _element_view("combined", k, fmt)
+        dims = (shape.head_dim, shape.value_dim)
+        k, v = split_combined(whole, spec.layout, dims, (heads, tokens))
     k, v = _element_view(names[0], k, fmt), _element_view(names[1], v, fmt)
     for name, view, dim in ((names[0], k, shape.head_dim), (names[1], v, shape.value_dim)):
         if view.dim() != 4 or tuple(view.shape[1:]) != (tokens, heads, dim):
@@ -116,6 +126,8 @@ def wrap(
             raise bad(name, str(view.device), f"a tensor on {device}")
         if view.stride(-1) != 1:
             raise bad(name, f"content stride {view.stride(-1)}", "content stride 1")
+        if view.requires_grad:
+            raise bad(name, "a tensor that requires grad", "one that does not")
     if k.shape[0] != v.shape[0]:
         raise bad("v", f"{v.shape[0]} pages", f"as many pages as k, {k.shape[0]}")
     return LayerCache(k, v, fmt)

@@ -74,6 +74,7 @@ class Batch:
             pages[position // page_size] * page_size + position % page_size if position >= 0 else -1
             for m, n, pages in zip(query_lens, seq_lens, page_table, strict=True)
             for position in range(n - m, n)
+            if "slot_mapping" not in others
         ]
         starts = np.concatenate([[0], np.cumsum(query_lens)])
         fields: dict[str, Any] = {
@@ -126,7 +127,8 @@ def _check_tensors(batch: Batch, device: torch.device) -> None:
     r, t, host = batch.num_requests, batch.num_tokens, torch.device("cpu")
     optional = {"slot_mapping", "draft_mask", "draft_parents", "encoder_seq_lens"}
     optional |= {"query_start_loc_cpu", "seq_lens_cpu", "shared_prefix_lens"}
-    mask_rows = None if batch.draft_mask is None else batch.draft_mask.shape[:1]
+    mask = batch.draft_mask
+    mask_rows = mask.shape[:1] if isinstance(mask, torch.Tensor) else ()
     rows: tuple[tuple[str, torch.dtype, tuple[int | None, ...], torch.device], ...] = (
         ("query_start_loc", torch.int32, (r + 1,), device),
         ("seq_lens", torch.int32, (r,), device),
@@ -166,12 +168,12 @@ def check_values(batch: Batch, limits: Limits, page_size: int) -> None:
     query_lens = np.diff(starts)
     if starts[0] != 0:
         raise bad("batch.query_start_loc[0]", int(starts[0]), "0")
-    _check_each("query_start_loc", query_lens >= 0, starts[1:], "not below the entry before it")
+    _check_each("query_start_loc", query_lens >= 0, starts, "not below the entry before it", 1)
     if starts[-1] > batch.num_tokens:
         allowed = f"at most num_tokens, {batch.num_tokens}"
         raise bad("batch.query_start_loc[-1]", int(starts[-1]), allowed)
     allowed = f"at most max_query_len, {batch.max_query_len}, above the entry before it"
-    _check_each("query_start_loc", query_lens <= batch.max_query_len, starts[1:], allowed)
+    _check_each("query_start_loc", query_lens <= batch.max_query_len, starts, allowed, 1)
     bound = min(batch.max_seq_len, limits.max_seq_len)
     _check_each("seq_lens", (lens >= 0) & (lens <= bound), lens, f"0 to max_seq_len, {bound}")
     key_lens, name = lens, "seq_lens"
@@ -204,8 +206,13 @@ def check_values(batch: Batch, limits: Limits, page_size: int) -> None:
 
 
 def _check_each(
-    name: str, fits: np.ndarray[Any, Any], values: np.ndarray[Any, Any], allowed: str
+    name: str,
+    fits: np.ndarray[Any, Any],
+    values: np.ndarray[Any, Any],
+    allowed: str,
+    first: int = 0,
 ) -> None:
+    """Raise for the first value that does not fit; `fits` speaks of values from `first` on."""
     if not fits.all():
-        where = int(np.argmin(fits))
+        where = first + int(np.argmin(fits))
         raise bad(f"batch.{name}[{where}]", int(values[where]), allowed)

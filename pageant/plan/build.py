@@ -104,7 +104,9 @@ class Planner:
             ),
             real_tokens=int(starts[-1]),
             draft_mask=_draft_mask(batch, starts, query_lens),
-            pages=page_use(batch.page_table.cpu().numpy(), query_lens, key_lens, self.page_size, widest),
+            pages=page_use(
+                batch.page_table.cpu().numpy(), query_lens, key_lens, self.page_size, widest
+            ),
             writes=None
             if batch.slot_mapping is None
             else write_index(batch.slot_mapping, self.page_size),

@@ -31,19 +31,39 @@ class LayerParams:
     alibi_slopes: torch.Tensor | None = None
 
 
-def check_rows(
+def check_new_rows(
+    k: torch.Tensor, v: torch.Tensor, shape: Shape, num_tokens: int, device: torch.device
+) -> None:
+    """Raise unless k is [>= T, Hkv, D] and v [>= T, Hkv, Dv], model dtype, any strides."""
+    for name, x, dim in (("k", k, shape.head_dim), ("v", v, shape.value_dim)):
+        _check_rows(name, x, (num_tokens, shape.num_kv_heads, dim), (shape.dtype,), device)
+
+
+def check_query_rows(
+    q: torch.Tensor, out: torch.Tensor | None, shape: Shape, num_tokens: int, device: torch.device
+) -> None:
+    """Raise unless q is [>= T, Hq, D], model dtype or fp8, and out, if given, [>= T, Hq, Dv]."""
+    rows: list[tuple[str, torch.Tensor, int, tuple[torch.dtype, ...]]]
+    rows = [("q", q, shape.head_dim, (shape.dtype, *FP8_DTYPES))]
+    if out is not None:
+        rows.append(("out", out, shape.value_dim, (shape.dtype,)))
+    for name, x, dim, dtypes in rows:
+        _check_rows(name, x, (num_tokens, shape.num_q_heads, dim), dtypes, device)
+        if x.stride(-1) != 1:
+            raise bad(name, f"content stride {x.stride(-1)}", "content stride 1")
+
+
+def _check_rows(
     name: str,
     x: torch.Tensor,
-    row: tuple[int, int],
-    num_rows: int,
+    least: tuple[int, int, int],
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
-    """Raise unless `x` is [>= num_rows, *row] of one of the dtypes, on the device, without grad."""
     if not isinstance(x, torch.Tensor):
         raise bad(name, x, "a tensor")
-    if x.dim() != 3 or tuple(x.shape[1:]) != row or x.shape[0] < num_rows:
-        raise bad(name, list(x.shape), f"[at least {num_rows}, {row[0]}, {row[1]}]")
+    if x.dim() != 3 or tuple(x.shape[1:]) != least[1:] or x.shape[0] < least[0]:
+        raise bad(name, list(x.shape), f"[at least {least[0]}, {least[1]}, {least[2]}]")
     if x.dtype not in dtypes:
         raise bad(name, x.dtype, " or ".join(str(dtype) for dtype in dtypes))
     if x.device != device:

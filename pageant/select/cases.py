@@ -8,14 +8,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from pageant.device import Device
-from pageant.select.explain import Explanation, explain
+from pageant.select.explain import Explanation, explain, refused_dict
 from pageant.types import (
     ArgumentError,
     CacheSpec,
@@ -61,12 +63,40 @@ def answer_case(case: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return explain_case(case).to_dict()
     except ArgumentError as error:
-        return refused(error)
+        return refused_dict(Support(False, str(error), error.argument))
 
 
-def refused(error: ArgumentError) -> dict[str, Any]:
-    """The JSON answer to a case that is itself a mistake."""
-    return Support(False, str(error), error.argument).to_dict()
+def answer_file(path: Path) -> Iterator[dict[str, Any]]:
+    """The answers to a file of cases, one JSON object a line, as it is read; blank lines are none.
+
+    Raises:
+        ArgumentError: a line that is no case, after the answers before it; or no such file.
+    """
+    for number, line in enumerate(_lines_of(path), start=1):
+        if line.strip():
+            yield answer_case(_case(f"{path} line {number}", line))
+
+
+def _lines_of(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            yield from file
+    except (OSError, UnicodeError) as error:
+        raise ArgumentError(f"cases {str(path)!r} cannot be read: {error}", "cases") from error
+
+
+def _case(where: str, line: str) -> dict[str, Any]:
+    try:
+        case = json.loads(line)
+    except (ValueError, RecursionError) as error:  # also too long a number, too deep a list
+        raise ArgumentError(f"{where}: not JSON: {error}", "cases") from None
+    if not isinstance(case, dict):
+        raise ArgumentError(f"{where}: not a JSON object", "cases")
+    unknown = [key for key in case if key not in DEFAULTS]
+    if unknown:
+        allowed = ", ".join(DEFAULTS)
+        raise ArgumentError(f"{where}: unknown key {unknown[0]!r}; allowed: {allowed}", "cases")
+    return case
 
 
 def explain_case(case: Mapping[str, Any]) -> Explanation:
@@ -76,6 +106,7 @@ def explain_case(case: Mapping[str, Any]) -> Explanation:
         ArgumentError: a value that makes no sense on any device.
     """
     case = {**DEFAULTS, **case}
+    window = None if type(case["window"]) is int and case["window"] == 0 else case["window"]
     explanation = explain(
         Shape(
             num_q_heads=case["q_heads"],
@@ -86,7 +117,7 @@ def explain_case(case: Mapping[str, Any]) -> Explanation:
         ),
         CacheSpec(format=case["cache"], page_size=case["page_size"], layout=case["layout"]),
         Features(
-            windows=(case["window"] or None,),
+            windows=(window,),
             soft_cap=_has_cap(case["soft_cap"]),
             sinks=case["sinks"],
             alibi=case["alibi"],
@@ -104,12 +135,11 @@ def _options(case: dict[str, Any]) -> Options:
     # Only FlashInfer has kernels that come as prebuilt binaries.
     if not isinstance(case["cubins"], bool):
         raise bad("cubins", case["cubins"], "True or False")
-    ranks = None if case["dcp"] == 1 else ContextParallel(rank=0, world=case["dcp"])
     return Options(
         kernels=case["kernels"],
         invariant=case["invariant"],
         speculative_tokens=case["spec"],
-        context_parallel=ranks,
+        context_parallel=ContextParallel(rank=0, world=case["dcp"]),
         quantize_query=case["q_quant"],
         table_kernels=_named("table_kernels", case["table_kernels"], TABLE_KERNELS),
         adaptive=case["adaptive"],

@@ -30,13 +30,18 @@ class Refusal:
         kernel: the row's name.
         phase: "prefill" or "decode".
         why: what it lacks and what would make it run.
-        argument: the user's argument that stands in the way.
+        arguments: the user's arguments that stand in the way; never empty.
     """
 
     kernel: str
     phase: Phase
     why: str
-    argument: str
+    arguments: tuple[str, ...]
+
+    @property
+    def argument(self) -> str:
+        """The first argument in the way."""
+        return self.arguments[0]
 
 
 # Refusals that say least about a kernel: it was not asked, or is for another device.
@@ -97,15 +102,14 @@ def _refuse(
 ) -> Refusal | None:
     if not _is_asked(row, phase, kernels, rows):
         why = f"is left out by kernels={kernels!r}; kernels={row.name!r} asks for it"
-        return Refusal(kernel=row.name, phase=phase, why=why, argument="kernels")
+        return Refusal(kernel=row.name, phase=phase, why=why, arguments=("kernels",))
     lacking = [need for need in needs if not need.served_by(row)]
     if not lacking:
         return None
     lacks, cures = zip(*(need.refusal(row) for need in lacking), strict=True)
-    # Two head sizes may have one cure.
-    cures = tuple(dict.fromkeys(cures))
-    why = f"serves no {' and no '.join(lacks)}; would run {' and '.join(cures)}"
-    return Refusal(kernel=row.name, phase=phase, why=why, argument=lacking[0].words.argument)
+    why = f"serves no {' and no '.join(lacks)}; would run {' and '.join(dict.fromkeys(cures))}"
+    arguments = tuple(dict.fromkeys(need.words.argument for need in lacking))
+    return Refusal(kernel=row.name, phase=phase, why=why, arguments=arguments)
 
 
 def _is_asked(row: Row, phase: Phase, kernels: str, rows: tuple[Row, ...]) -> bool:

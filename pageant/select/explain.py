@@ -58,11 +58,7 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """The answer in the form ``pageant explain --json`` prints; null means any."""
         if not self.support.ok:
-            return {
-                "ok": False,
-                "reason": self.support.reason,
-                "argument": self.support.argument,
-            }
+            return refused_dict(self.support)
         rows = self.rows
         prefill, decode = rows["prefill"], rows["decode"]
         q_dtype = _dtype_name(self.shape)
@@ -100,13 +96,13 @@ class Explanation:
         stored = resolve(cache.format, shape.dtype).name
         yield f"cache   {stored}, {cache.page_size} tokens a page, layout {cache.layout}"
         yield ""
-        chosen = [("phase", "kernel", "because")]
-        chosen += [(phase, row.name, row.because) for phase, row in self.rows.items()]
-        yield from _columns(chosen)
-        yield ""
+        if self.rows:
+            chosen = [(phase, row.name, row.because) for phase, row in self.rows.items()]
+            yield from _columns([("phase", "kernel", "because"), *chosen])
+            yield ""
         if self.support.ok:
             tokens = self.decode_threshold
-            yield f"A decode brings up to {tokens} new token{'s' * (tokens > 1)}."
+            yield f"Requests of up to {tokens} new token{'s' * (tokens > 1)} are decodes."
             yield f"CUDA graphs: {self.rows['decode'].graph}."
         else:
             yield f"refused: {self.support.reason}"
@@ -141,6 +137,11 @@ def explain(
     choices = choose_each(shape, cache, features, options, known)
     support = next((c.support for c in choices if c.row is None), Support(True))
     return Explanation(support=support, device=known, choices=choices, **asked)
+
+
+def refused_dict(support: Support) -> dict[str, Any]:
+    """The JSON answer where nothing can run."""
+    return {"ok": False, "reason": support.reason, "argument": support.argument}
 
 
 def _dtype_name(shape: Shape) -> str:

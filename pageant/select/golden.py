@@ -7,7 +7,6 @@ changed is then a readable diff.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,53 +49,54 @@ QUESTIONS: dict[str, dict[str, Any]] = {
     "=flashinfer": {"options": {"kernels": "flashinfer"}},
 }
 
+Answer = tuple[str, str]  # the kernel, or "-"; and the refusals before it, as "kernel:arguments"
+
 
 def render() -> str:
-    """The table. Devices that agree in every cell share one.
+    """The table: one line a question and group of formats; devices that agree share a part.
 
-    A cell names the kernel, or "-" for none, and by number the refusals that came before it.
+    "cpu.decode:sm+lse" says that cpu.decode was refused because of the device and of lse; the
+    sentences stand at the end.
     """
-    notes: dict[str, int] = {}
-    tables: dict[tuple[Phase, str], list[str]] = {}
+    sentences: dict[str, None] = {}
+    parts: dict[tuple[Phase, str], list[str]] = {}
     for phase in PHASES:
         for family, device in FAMILIES.items():
-            tables.setdefault((phase, _table(device, phase, notes)), []).append(family)
-    parts = [f"{phase}: {', '.join(families)}\n{table}" for (phase, table), families in tables.items()]
-    parts.append("\n".join(f"[{number}] {note}" for note, number in notes.items()))
-    return "\n\n".join(parts) + "\n"
+            parts.setdefault((phase, _part(device, phase, sentences)), []).append(family)
+    tables = [f"{phase}: {' '.join(families)}\n{text}" for (phase, text), families in parts.items()]
+    return "\n\n".join((*tables, "\n".join(sorted(sentences)))) + "\n"
 
 
-def _table(device: Device, phase: Phase, notes: dict[str, int]) -> str:
-    lines = [["", *FORMATS]]
-    for name, changes in QUESTIONS.items():
-        lines.append([name, *(_cell(device, phase, fmt, changes, notes) for fmt in FORMATS)])
-    return "\n".join(_aligned(lines))
+def _part(device: Device, phase: Phase, sentences: dict[str, None]) -> str:
+    lines = [("question", "formats", "kernel", "refused before")]
+    for question, changes in QUESTIONS.items():
+        groups: dict[Answer, list[str]] = {}
+        for fmt in FORMATS:
+            groups.setdefault(_answer(device, phase, fmt, changes, sentences), []).append(fmt)
+        for answer, formats in groups.items():
+            every = len(formats) == len(FORMATS)
+            lines.append((question, "all" if every else " ".join(formats), *answer))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-def _cell(
-    device: Device, phase: Phase, fmt: str, changes: dict[str, Any], notes: dict[str, int]
-) -> str:
+def _answer(
+    device: Device, phase: Phase, fmt: str, changes: dict[str, Any], sentences: dict[str, None]
+) -> Answer:
     shape = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, **changes.get("shape", {})}
     options = Options(**changes.get("options", {}))
     needs = needs_of(
         Shape(**shape),
-        CacheSpec(**{"format": fmt, **changes.get("cache", {})}),
+        CacheSpec(format=fmt, **changes.get("cache", {})),
         Features(**changes.get("features", {})),
         options,
         device,
     )
     choice = choose(needs, phase, options.kernels)
-    refused = [f"{refusal.kernel} {refusal.why}" for refusal in choice.refused]
-    numbers = [str(notes.setdefault(note, len(notes) + 1)) for note in refused]
-    name = choice.row.name if choice.row else "-"
-    return f"{name} [{' '.join(numbers)}]" if numbers else name
-
-
-def _aligned(lines: list[list[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        cells = (f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True))
-        yield "  ".join(cells).rstrip()
+    codes = [f"{refusal.kernel}:{'+'.join(refusal.arguments)}" for refusal in choice.refused]
+    for code, refusal in zip(codes, choice.refused, strict=True):
+        sentences[f"{code}  {refusal.why}"] = None
+    return choice.row.name if choice.row else "-", " ".join(codes)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,54 @@
+"""The sizes of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pageant.engine.errors import EngineError
+from pageant.types import CacheSpec, Options
+
+DEFAULT_POOL_TOKENS = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an engine is built with.
+
+    Attributes:
+        cache: format, page size and layout of the cache.
+        num_pages: pages of the pool; None makes it large enough for 8192 tokens.
+        max_requests: requests computed together.
+        chunk_size: tokens of one prompt a step; None computes every prompt in one piece.
+        prefill_budget: tokens of all prompts a step (at least one whole prompt if chunk_size is
+            None).
+        prefix_cache: use pages of earlier prompts again.
+        options: how the attention works.
+
+    >>> EngineConfig(cache=CacheSpec(page_size=48)).pool_pages
+    171
+    """
+
+    cache: CacheSpec = field(default_factory=CacheSpec)
+    num_pages: int | None = None
+    max_requests: int = 64
+    chunk_size: int | None = 256
+    prefill_budget: int = 512
+    prefix_cache: bool = True
+    options: Options = field(default_factory=Options)
+
+    def __post_init__(self) -> None:
+        sizes = {
+            "page_size": self.cache.page_size,
+            "num_pages": self.num_pages,
+            "max_requests": self.max_requests,
+            "chunk_size": self.chunk_size,
+            "prefill_budget": self.prefill_budget,
+        }
+        for name, value in sizes.items():
+            if value is not None and value < 1:
+                raise EngineError(f"{name} is {value}; allowed: from 1 up")
+
+    @property
+    def pool_pages(self) -> int:
+        """Pages of the pool."""
+        return self.num_pages or -(-DEFAULT_POOL_TOKENS // self.cache.page_size)

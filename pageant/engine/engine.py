@@ -1,0 +1,224 @@
+"""Continuous batching over a transformers model: requests in, tokens out.
+
+engine = Engine(*load("smollm2"))
+for completion in engine.generate(["The capital of France is"], Sampling(max_new_tokens=8)):
+    print(completion.text)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pageant.api import Attention
+from pageant.engine.config import EngineConfig
+from pageant.engine.detokenize import Detokenizer
+from pageant.engine.errors import EngineError
+from pageant.engine.metrics import Metrics, Report
+from pageant.engine.pages import PagePool
+from pageant.engine.request import FinishReason, OnText, Request, Sampling
+from pageant.engine.runner import Runner
+from pageant.engine.sampler import Sampler, choose_tokens
+from pageant.engine.scheduler import Scheduler, StepLimits, Work
+from pageant.integrations.transformers import layers_of
+from pageant.types import Features, Limits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What became of a prompt.
+
+    Attributes:
+        text: the generated text, special tokens left out.
+        tokens: generated tokens, the end-of-text token included.
+        num_prompt_tokens: tokens of the prompt.
+        finish_reason: "stop" or "length".
+    """
+
+    text: str
+    tokens: list[int]
+    num_prompt_tokens: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
+class _Outlet:
+    """What the engine keeps for a request besides the scheduler's state."""
+
+    sampler: Sampler | None
+    detokenizer: Detokenizer
+    on_text: OnText | None
+
+
+class Engine:
+    """Serves requests with one model on one device; used by one thread.
+
+    Args:
+        model: a transformers model for causal language modelling; switched to Pageant's attention.
+        tokenizer: its tokenizer.
+        config: sizes.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, config: EngineConfig | None = None) -> None:
+        config = config or EngineConfig()
+        self.tokenizer = tokenizer
+        self.metrics = Metrics()
+        self._stop_tokens = _stop_tokens(model)
+        self._device: torch.device = model.device
+        self._outlets: dict[int, _Outlet] = {}
+        self._num_requests = 0
+
+        shape, layers = layers_of(model)
+        self.max_len, self._bound = _length_limit(model, config)
+        limits = StepLimits(
+            max_requests=config.max_requests,
+            prefill_budget=max(config.prefill_budget, 0 if config.chunk_size else self.max_len),
+            chunk_size=config.chunk_size,
+        )
+        attention = Attention(
+            shape=shape,
+            cache=config.cache,
+            limits=Limits(
+                max_requests=limits.max_requests,
+                max_tokens=limits.max_requests + limits.prefill_budget,
+                max_seq_len=self.max_len,
+            ),
+            features=Features.of(layers),
+            options=config.options,
+            device=self._device,
+        )
+        pool = PagePool(config.pool_pages)
+        try:
+            cache = attention.new_cache(num_layers=len(layers), num_pages=pool.num_pages)
+        except RuntimeError as error:  # torch's error when memory does not suffice
+            allowed = "what fits in memory"
+            raise EngineError(f"num_pages is {pool.num_pages}; allowed: {allowed}") from error
+        self._runner = Runner(model, attention, cache, layers, config.cache.page_size)
+        self.scheduler = Scheduler(
+            pool, config.cache.page_size, limits, prefix_cache=config.prefix_cache
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` has anything to do."""
+        return self.scheduler.has_work
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling | None = None,
+        on_text: OnText | None = None,
+    ) -> Request:
+        """Queue a prompt (text or token ids); `on_text` gets its text piece by piece.
+
+        Raises:
+            EngineError: the prompt is empty, or too long for the model or the pool.
+        """
+        sampling = sampling or Sampling()
+        tokens = self._tokens(prompt)
+        page_size = self.scheduler.page_size
+        request = Request.of(self._num_requests, tokens, sampling, page_size, self.max_len)
+        self._num_requests += 1
+        self._outlets[request.id] = _Outlet(
+            Sampler(sampling, self._device) if sampling.temperature > 0 else None,
+            Detokenizer(self.tokenizer),
+            on_text,
+        )
+        self.metrics.arrived(request.id, len(tokens))
+        self.scheduler.add(request)
+        return request
+
+    @torch.inference_mode()
+    def step(self) -> list[Request]:
+        """Compute one step; returns the requests that finished in it."""
+        started = time.perf_counter()
+        works = self.scheduler.schedule()
+        pages = self.scheduler.pool.num_owned
+        logits = self._runner.run(works)
+        sampling = [work for work in works if work.samples]
+        samplers = [self._outlets[work.request.id].sampler for work in sampling]
+        finished = self._take(sampling, choose_tokens(logits, samplers))
+        self.metrics.stepped(time.perf_counter() - started, pages)
+        return finished
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling | None = None,
+        on_text: Sequence[OnText] | None = None,
+    ) -> list[Completion]:
+        """Complete all prompts together; `on_text` holds one callback for each."""
+        callbacks: Sequence[OnText | None] = on_text or [None] * len(prompts)
+        token_lists = [self._tokens(prompt) for prompt in prompts]  # all are right, or none queued
+        requests = [
+            self.add_request(tokens, sampling, callback)
+            for tokens, callback in zip(token_lists, callbacks, strict=True)
+        ]
+        while self.has_work:
+            self.step()
+        return [self.completion(request) for request in requests]
+
+    def completion(self, request: Request) -> Completion:
+        """What a request has generated."""
+        tokens = request.generated
+        return Completion(
+            text=self.tokenizer.decode(tokens, skip_special_tokens=True),
+            tokens=tokens,
+            num_prompt_tokens=request.num_prompt_tokens,
+            finish_reason=request.finish_reason,
+        )
+
+    def report(self) -> Report:
+        """Figures of everything this engine has done."""
+        return self.metrics.report(
+            num_pages=self.scheduler.pool.num_pages,
+            prefix_hit_tokens=self.scheduler.num_reused_tokens,
+            preemptions=self.scheduler.num_preemptions,
+        )
+
+    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
+        tokens = self.tokenizer(prompt).input_ids if isinstance(prompt, str) else list(prompt)
+        if not tokens:
+            raise EngineError("the prompt is empty; allowed: at least one token")
+        if len(tokens) >= self.max_len:
+            raise EngineError(
+                f"the prompt has {len(tokens)} tokens; allowed: up to {self.max_len - 1}, so that "
+                f"a new one fits {self._bound}"
+            )
+        return tokens
+
+    def _take(self, works: list[Work], tokens: list[int]) -> list[Request]:
+        """Append a token to each request, pass its text on, and let finished requests go."""
+        finished = []
+        for work, token in zip(works, tokens, strict=True):
+            request, outlet = work.request, self._outlets[work.request.id]
+            is_first = request.num_tokens == request.num_prompt_tokens
+            request.append(token, self._stop_tokens)
+            is_last = request.finish_reason is not None
+            self.metrics.sampled(request.id, is_first=is_first, is_last=is_last)
+            if outlet.on_text and (text := outlet.detokenizer.push(token, is_last=is_last)):
+                outlet.on_text(text)
+            if is_last:
+                self.scheduler.finish(request)
+                del self._outlets[request.id]
+                finished.append(request)
+        return finished
+
+
+def _stop_tokens(model: Any) -> frozenset[int]:
+    """End-of-text tokens, from where transformers' ``generate`` takes them."""
+    stop = model.generation_config.eos_token_id
+    return frozenset(() if stop is None else [stop] if isinstance(stop, int) else stop)
+
+
+def _length_limit(model: Any, config: EngineConfig) -> tuple[int, str]:
+    """Tokens a request may have in all, and what sets the limit."""
+    positions: int = model.config.get_text_config(decoder=True).max_position_embeddings
+    pool_tokens = config.pool_pages * config.cache.page_size
+    if positions <= pool_tokens:
+        return positions, f"the model's {positions} positions"
+    return pool_tokens, f"the pool's {config.pool_pages} pages of {config.cache.page_size}"

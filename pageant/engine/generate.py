@@ -1,0 +1,192 @@
+"""The command `pageant generate`: complete prompts with a model, and show what it took."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from pageant.cache.formats import resolve
+from pageant.device import Device
+from pageant.engine.config import EngineConfig
+from pageant.engine.display import LiveTexts, figures
+from pageant.engine.errors import EngineError
+from pageant.engine.model import DEFAULT_MODEL, load
+from pageant.engine.request import OnText, Sampling
+from pageant.types import ArgumentError, CacheSpec, bad
+
+if TYPE_CHECKING:  # brings in transformers, which takes seconds that `--help` should not
+    from pageant.engine.engine import Completion, Engine
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DEMO_PROMPTS = (
+    "Why is the sky blue?",
+    "Name three uses of a paper clip.",
+    "What is the capital of France?",
+    "Explain in two sentences what a cache is.",
+    "Write a short poem about rain.",
+    "How do I boil an egg?",
+    "What does a librarian do?",
+    "Tell me a fact about the moon.",
+)
+
+
+def generate(  # budget: one parameter for each option of the command line
+    model: Annotated[str, typer.Option(help="smollm2, a local folder, or a hub id.")] = (
+        DEFAULT_MODEL
+    ),
+    prompt: Annotated[list[str] | None, typer.Option(help="May be given several times.")] = None,
+    prompts_file: Annotated[Path | None, typer.Option(help="One prompt a line.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="For each prompt.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Probability that the kept tokens hold.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Default: float32 on the CPU, else bfloat16.")
+    ] = None,
+    cache: Annotated[str, typer.Option(help="Cache format; auto stores the model's dtype.")] = (
+        "auto"
+    ),
+    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 16,
+    num_pages: Annotated[int | None, typer.Option(help="Default: for 8192 tokens.")] = None,
+    chunk_size: Annotated[int, typer.Option(help="Prompt tokens a step; 0: whole prompts.")] = 256,
+    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache")] = False,
+    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Complete prompts with a language model through paged attention.
+
+    Without a prompt, eight built-in ones run as a demonstration.
+    """
+    try:
+        torch_device = _device(device)
+        torch_dtype = _dtype(dtype, torch_device)
+        resolve(cache, torch_dtype)
+        config = EngineConfig(
+            cache=CacheSpec(format=cache, page_size=page_size),
+            num_pages=num_pages,
+            chunk_size=chunk_size or None,
+            prefix_cache=not no_prefix_cache,
+        )
+        sampling = Sampling(
+            max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
+        )
+        prompts = _prompts(prompt or [], prompts_file)
+        console = Console(stderr=as_json)
+        with console.status(f"loading {model}"):
+            engine = _engine(model, torch_dtype, torch_device, config)
+        is_demo = not prompt and prompts_file is None
+        inputs = _chat(engine, prompts) if chat or is_demo else prompts
+        completions = _run(engine, prompts, inputs, sampling, console)
+    except (EngineError, ArgumentError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(_json(prompts, completions, engine))
+    else:
+        _print(console, prompts, completions, engine)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise bad("device", name, "cpu, cuda or cuda:N") from None
+    Device.detect(device)
+    return device
+
+
+def _dtype(name: str | None, device: torch.device) -> torch.dtype:
+    if name is None:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in DTYPES:
+        raise bad("dtype", name, ", ".join(DTYPES))
+    return DTYPES[name]
+
+
+def _prompts(given: list[str], file: Path | None) -> list[str]:
+    """Prompts of the options and the file (blank lines left out), or the demonstration's."""
+    if file is None:
+        return given or list(DEMO_PROMPTS)
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise EngineError(f"prompts file {str(file)!r} cannot be read: {error}") from error
+    prompts = given + [line for line in lines if line.strip()]
+    if not prompts:
+        raise EngineError(f"prompts file {str(file)!r} holds no prompt")
+    return prompts
+
+
+def _engine(name: str, dtype: torch.dtype, device: torch.device, config: EngineConfig) -> Engine:
+    loaded = load(name, dtype, device, quiet=True)
+    from pageant.engine.engine import Engine
+
+    return Engine(*loaded, config)
+
+
+def _chat(engine: Engine, prompts: Sequence[str]) -> list[list[int]]:
+    """Token ids of each prompt as a user's message."""
+    tokenizer = engine.tokenizer
+    if not tokenizer.chat_template:
+        raise EngineError("the model has no chat template; give prompts without --chat")
+    conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    texts = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, tokenize=False)
+    return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+
+
+def _run(
+    engine: Engine,
+    prompts: Sequence[str],
+    inputs: Sequence[str | Sequence[int]],
+    sampling: Sampling,
+    console: Console,
+) -> list[Completion]:
+    """Generate, and show text as it comes if there is a terminal to show it on."""
+    if not console.is_terminal:
+        return engine.generate(inputs, sampling)
+    if len(prompts) == 1:
+        console.print(Text(prompts[0], style="bold"))
+        completions = engine.generate(inputs, sampling, [_writer(console)])
+        console.print()
+        return completions
+    with LiveTexts(console, prompts) as view:
+        return engine.generate(inputs, sampling, view.callbacks())
+
+
+def _writer(console: Console) -> OnText:
+    def write(piece: str) -> None:
+        console.print(Text(piece), end="", soft_wrap=True)
+
+    return write
+
+
+def _print(
+    console: Console, prompts: Sequence[str], completions: list[Completion], engine: Engine
+) -> None:
+    """Texts that were not streamed, and the figures."""
+    if not (console.is_terminal and len(prompts) == 1):
+        for prompt, completion in zip(prompts, completions, strict=True):
+            console.print(Text(prompt, style="bold"), soft_wrap=True)
+            console.print(Text(completion.text.strip() + "\n"), soft_wrap=True)
+    console.print(figures(engine.report()))
+
+
+def _json(prompts: Sequence[str], completions: list[Completion], engine: Engine) -> str:
+    return json.dumps(
+        {
+            "completions": [
+                {"prompt": prompt, **dataclasses.asdict(completion)}
+                for prompt, completion in zip(prompts, completions, strict=True)
+            ],
+            "metrics": dataclasses.asdict(engine.report()),
+        }
+    )

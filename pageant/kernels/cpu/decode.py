@@ -1,0 +1,534 @@
+"""Decode on the CPU: few query rows a request, each page read once, in the order it lies in memory.
+
+For row i of a request with m new tokens and n keys, at position p = n - m + i, and query head h:
+
+    s_j = score_scale * (q . k_j);  s = cap * tanh(s / cap);  s = s + slope_h * (j - p);  mask
+    out = value_scale * sum_j e^(s_j - max) v_j / sum_j e^(s_j - max);  lse = max + ln sum
+
+An item of the work list is one request's rows and a range of its keys. Keys go by in tiles of
+KEY_TILE: the scores of every head, the softmax, then the values. Within a tile, BLOCK rows of K (or
+V) at a time are widened into a float32 buffer and used by all rows that share the head, so the cache
+is read once whatever the group. Blocks follow memory: heads inside tokens where a token's heads lie
+together, tokens inside heads otherwise. An item that is a part of a request leaves a normalised part
+and its lse in the workspace; `_merge` folds the parts in ascending order. The sink enters once, when
+a row is finished.
+
+Layout: a cache is a flat array of its storage type and 64-bit strides, so all strides work and only
+three variants are compiled: uint8, uint16 and float32 storage. Everything compiled is in this file:
+numba's cache on disk notices no change in another.
+
+Limits: unit content stride; element formats that are floats without stored scales; a work list names
+consecutive requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+from numba.np import arrayobj
+
+from pageant.cache.formats import Format
+from pageant.kernels.call import AttentionCall
+from pageant.plan.work import KEY_BEGIN, KEY_END, PARTIAL, QUERY_BEGIN, QUERY_END, REQUEST
+
+Array = np.ndarray[Any, Any]
+
+KEY_TILE = 64  # keys of one softmax step
+BLOCK = 4  # rows of K or V widened together
+AHEAD = 2  # blocks of one head whose loading starts early
+LANES = 16  # buffers are padded to whole vectors of this many floats
+THREAD_READS = 1 << 20  # elements of K and V; with fewer, waking threads costs more than it brings
+SERIAL_COPY = 32767  # elements that torch copies without its threads
+UNBOUNDED = 1 << 62
+STORAGE = {1: torch.uint8, 2: torch.uint16, 4: torch.float32}
+PLAIN = (torch.float32, torch.int32)  # numpy has these
+NONE, NO_MASK = np.empty(0, np.float32), np.empty((0, 0), np.bool_)
+
+# Not nnan or ninf: -inf is the score of a hidden key, and a NaN that is seen must stay one.
+_OPTIONS = {
+    "nogil": True,
+    "cache": True,
+    "fastmath": {"reassoc", "contract", "arcp", "nsz"},
+    "error_model": "numpy",
+}
+_jit = numba.njit(**_OPTIONS)
+# For functions that neither allocate nor return arrays: counting references, which numba does with
+# atomics at every view and call, took two thirds of the time.
+_inline = numba.njit(forceinline=True, _nrt=False, **_OPTIONS)
+
+_f32, _u32 = np.float32, np.uint32
+_LOG2_E, _LN_2 = _f32(1.4426950408889634), _f32(0.6931471805599453)
+_LOWEST = _f32(-87.0)  # e^x is no normal float32 below
+_HIDDEN = _f32(-np.inf)
+_ONE = _u32(1 << 23)  # the smallest float32 with a leading 1
+_INFINITY = _u32(0x7F800000)
+
+
+@_inline
+def _exp(x):
+    """e^x for x <= 88 to 2e-7, 0 below _LOWEST: 2^n e^r, |r| <= ln 2 / 2, e^r by its Taylor series.
+
+    No branches and no calls, so that loops over it vectorise: numba has no vector math library.
+    """
+    bounded = x if x > _LOWEST else _LOWEST
+    n = np.floor(bounded * _LOG2_E + _f32(0.5))
+    r = bounded - n * _LN_2
+    y = _f32(1 / 5040)
+    y = y * r + _f32(1 / 720)
+    y = y * r + _f32(1 / 120)
+    y = y * r + _f32(1 / 24)
+    y = y * r + _f32(1 / 6)
+    y = y * r + _f32(1 / 2)
+    y = y * r + _f32(1)
+    y = y * r + _f32(1)
+    y = y * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(_f32)
+    y = y if x > _LOWEST else _f32(0)
+    return x if x != x else y  # noqa: PLR0124
+
+
+@_inline
+def _tanh(x):
+    """tanh x to 3e-7: a continued fraction near 0, where 1 - 2 / (e^2x + 1) would cancel."""
+    z = x * x
+    near = x * (_f32(945) + z * (_f32(105) + z)) / (_f32(945) + z * (_f32(420) + z * _f32(15)))
+    size = abs(x)
+    bounded = size if size < _f32(40) else _f32(40)
+    far = _f32(1) - _f32(2) / (_exp(bounded + bounded) + _f32(1))
+    far = -far if x < _f32(0) else far
+    far = x if x != x else far  # noqa: PLR0124
+    return near if size < _f32(0.6) else far
+
+
+@_inline
+def _widen(source, at, size, coding, block, b):
+    """Stored elements at, at + 1, … as float32 in row b of `block`; at and size are uint64.
+
+    coding: uint32 (shift, rebias, top). A magnitude shifted left by `shift` has its mantissa where
+    float32 has it, and its exponent too low by `rebias`. Numbers without a leading 1 take the
+    smallest exponent that has one and lose that 1 again: no denormal is computed with. Magnitudes
+    from `top` on are not finite.
+    """
+    if source.itemsize == 4:
+        for d in range(size):
+            block[b, d] = source[at + d]
+        return
+    shift, rebias, top = coding[0], coding[1], coding[2]
+    if rebias == 0:
+        for d in range(size):
+            block[b, d] = _u32(_u32(source[at + d]) << _u32(16)).view(_f32)
+        return
+    sign_at = _u32(8 * source.itemsize - 1)
+    magnitude = _u32((1 << sign_at) - 1)
+    leading_one = _u32(rebias + _ONE).view(_f32)
+    for d in range(size):
+        code = _u32(source[at + d])
+        bits = _u32(_u32(code & magnitude) << shift)
+        small = _u32(bits + rebias + _ONE).view(_f32) - leading_one
+        found = _f32(small).view(_u32) if bits < _ONE else _u32(bits + rebias)
+        found = _u32(bits | _INFINITY) if bits >= top else found
+        sign = _u32(_u32(code >> sign_at) << _u32(31))
+        block[b, d] = _u32(found | sign).view(_f32)
+
+
+@intrinsic
+def _prefetch(context, array, index):
+    """Ask for the cache line of array[index]."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        view = arrayobj.make_array(signature.args[0])(context, builder, values[0])
+        place = builder.bitcast(builder.gep(view.data, [values[1]]), ir.IntType(8).as_pointer())
+        kind = ir.IntType(32)
+        hint = ir.FunctionType(ir.VoidType(), [place.type, kind, kind, kind])
+        function = cgutils.get_or_insert_function(builder.module, hint, "llvm.prefetch.p0i8")
+        builder.call(function, [place, kind(0), kind(3), kind(1)])  # read, keep close, data
+        return context.get_dummy_value()
+
+    return types.void(array, index), emit
+
+
+@_inline
+def _fetch_block(source, places, i, blocks, heads, heads_inside, head_stride, size):
+    """Start loading the rows that step i will widen: a processor does not guess jumps of pages."""
+    if i < blocks * heads:
+        at, head = (i // heads, i % heads) if heads_inside else (i % blocks, i // blocks)
+        for b in range(BLOCK):
+            place = places[at * BLOCK + b]
+            if place >= 0:
+                for d in range(0, size, 64 // source.itemsize):
+                    _prefetch(source, place + head * head_stride + d)
+
+
+@_inline
+def _widen_block(source, places, first, head_offset, size, coding, block):
+    """BLOCK rows of one head into `block` [BLOCK, padded]; a row at place -1 is seen by nobody: 0."""
+    for b in range(BLOCK):
+        at = places[first + b]
+        if at < 0:
+            for d in range(size):
+                block[b, d] = _f32(0)
+        else:
+            _widen(source, np.uint64(at + head_offset), np.uint64(size), coding, block, b)
+
+
+@_inline
+def _score(k, places, blocks, heads, heads_inside, head_stride, size, coding, block, q, scores):
+    """scores [rows, KEY_TILE] = q [rows, padded] . each key of the tile; rows in order of heads."""
+    rows, padded = len(q) // heads, block.shape[1]
+    for i in range(blocks * heads):
+        at, head = (i // heads, i % heads) if heads_inside else (i % blocks, i // blocks)
+        at *= BLOCK
+        _fetch_block(k, places, i + AHEAD, blocks, heads, heads_inside, head_stride, size)
+        _widen_block(k, places, at, head * head_stride, size, coding, block)
+        for r in range(head * rows, head * rows + rows):
+            s0, s1, s2, s3 = _f32(0), _f32(0), _f32(0), _f32(0)
+            for d in range(padded):
+                x = q[r, d]
+                s0 += x * block[0, d]
+                s1 += x * block[1, d]
+                s2 += x * block[2, d]
+                s3 += x * block[3, d]
+            scores[r, at], scores[r, at + 1] = s0, s1
+            scores[r, at + 2], scores[r, at + 3] = s2, s3
+
+
+@_inline
+def _weigh(v, places, blocks, heads, heads_inside, head_stride, size, coding, block, weights, acc):
+    """acc [rows, padded] += weights [rows, KEY_TILE] times each value of the tile."""
+    rows, padded = len(acc) // heads, block.shape[1]
+    for i in range(blocks * heads):
+        at, head = (i // heads, i % heads) if heads_inside else (i % blocks, i // blocks)
+        at *= BLOCK
+        _fetch_block(v, places, i + AHEAD, blocks, heads, heads_inside, head_stride, size)
+        _widen_block(v, places, at, head * head_stride, size, coding, block)
+        for r in range(head * rows, head * rows + rows):
+            w0, w1 = weights[r, at], weights[r, at + 1]
+            w2, w3 = weights[r, at + 2], weights[r, at + 3]
+            for d in range(padded):
+                acc[r, d] += (
+                    w0 * block[0, d] + w1 * block[1, d] + w2 * block[2, d] + w3 * block[3, d]
+                )
+
+
+@_inline
+def _soften(s, first, last, distance, cap, slope, hidden, fold, peak):
+    """Scores s [KEY_TILE] of one row become weights e^(s - peak); returns the new peak and their sum.
+
+    Keys first to last of the tile are seen, except where `hidden`; `distance` is j - p of key 0.
+    """
+    if cap > 0:
+        for c in range(KEY_TILE):
+            s[c] = cap * _tanh(s[c] / cap)
+    if slope != 0:
+        for c in range(KEY_TILE):
+            s[c] += slope * _f32(distance + c)
+    s[:first] = _HIDDEN
+    s[last:] = _HIDDEN
+    for c in range(len(hidden)):
+        if hidden[c]:
+            s[c] = _HIDDEN
+    width = KEY_TILE // 2  # the maximum by halves: a loop that keeps one is not vectorised
+    for c in range(width):
+        fold[c] = s[c] if s[c] > s[c + width] else s[c + width]
+    while width > 1:
+        width //= 2
+        for c in range(width):
+            fold[c] = fold[c] if fold[c] > fold[c + width] else fold[c + width]
+    peak = fold[0] if fold[0] > peak else peak
+    total = _f32(0)
+    base = peak if peak > _HIDDEN else _f32(0)  # nothing finite so far: -inf - -inf is NaN
+    for c in range(KEY_TILE):
+        w = _exp(s[c] - base)
+        s[c] = w
+        total += w
+    return peak, total
+
+
+@_inline
+def _finish(acc, total, peak, factor, sink, out):
+    """Write one row, acc over its sum of weights, and return its lse (without the sink)."""
+    if total == 0:
+        out[:] = _f32(0)
+        return _HIDDEN
+    whole = total + math.exp(sink - peak)
+    scale = factor / whole
+    for d in range(len(out)):
+        out[d] = acc[d] * scale
+    return _f32(peak + math.log(total))
+
+
+@_inline
+def _hide(mask, row, column, hidden):
+    """hidden [KEY_TILE]: keys of the tile a draft row's mask refuses; key 0 is column `column`."""
+    for c in range(KEY_TILE):
+        hidden[c] = 0 <= column + c < mask.shape[1] and not mask[row, column + c]
+
+
+@_jit
+def _walk(  # budget: what a call holds, unpacked for compiled code
+    items, first_token, key_lens, table, geometry, k, v, coding, q, causal, mask, numbers, slopes,
+    sinks, out, lse, partial_out, partial_lse,
+):  # fmt: skip
+    """Attend to every item of `items`; see the top of the file.
+
+    geometry: int64, as `_geometry` lists it. numbers: float32 (score_scale, value_scale, cap).
+    """
+    heads, page_size, table_stride, window, heads_inside = geometry[:5]
+    k_page, k_token, k_head, v_page, v_token, v_head = geometry[5:11]
+    size, v_size, q_heads = q.shape[2], out.shape[2], q.shape[1]
+    group = q_heads // heads
+    drafted = mask.size > 0
+    k_block = np.zeros((BLOCK, -(-size // LANES) * LANES), _f32)
+    v_block = np.zeros((BLOCK, -(-v_size // LANES) * LANES), _f32)
+    k_at, v_at = np.empty(KEY_TILE, np.int64), np.empty(KEY_TILE, np.int64)
+    hidden, nothing = np.empty(KEY_TILE, np.bool_), np.empty(0, np.bool_)
+    fold = np.empty(KEY_TILE, _f32)
+    for index in range(len(items)):
+        request, partial = items[index, REQUEST], items[index, PARTIAL]
+        begin, rows = items[index, QUERY_BEGIN], items[index, QUERY_END] - items[index, QUERY_BEGIN]
+        token = first_token[request] + begin
+        n = np.int64(key_lens[request])
+        first_new = n - (first_token[request + 1] - first_token[request])
+        position = first_new + begin
+        ahead = drafted or not causal[request]  # rows may see keys after their own
+        low = max(items[index, KEY_BEGIN], position - window + 1)
+        high = min(items[index, KEY_END], n if ahead else position + rows)
+
+        total_rows = rows * q_heads
+        queries = np.zeros((total_rows, k_block.shape[1]), _f32)
+        acc = np.zeros((total_rows, v_block.shape[1]), _f32)
+        scores = np.empty((total_rows, KEY_TILE), _f32)
+        peak, total = np.full(total_rows, _HIDDEN), np.zeros(total_rows, _f32)
+        for head in range(q_heads):
+            for i in range(rows):
+                r = (head // group * rows + i) * group + head % group
+                for d in range(size):
+                    queries[r, d] = q[token + i, head, d] * numbers[0]
+
+        for tile in range(low, high, KEY_TILE):
+            count = min(KEY_TILE, high - tile)
+            blocks = -(-count // BLOCK)
+            masked = drafted and tile + count > first_new
+            for c in range(blocks * BLOCK):
+                key = tile + c
+                seen = c < count
+                if seen and masked and key >= first_new:
+                    seen = False
+                    for i in range(rows):
+                        if key > position + i - window and mask[token + i, key - first_new]:
+                            seen = True
+                k_at[c] = v_at[c] = -1
+                if seen:
+                    page, row = np.int64(table[request * table_stride + key // page_size]), key % page_size
+                    k_at[c] = page * k_page + row * k_token
+                    v_at[c] = page * v_page + row * v_token
+            _score(k, k_at, blocks, heads, heads_inside, k_head, size, coding, k_block, queries, scores)
+            for i in range(rows):
+                first = max(position + i - window + 1 - tile, 0)
+                last = min(count, count if ahead else position + i + 1 - tile)
+                concealed = hidden if masked else nothing
+                if masked:
+                    _hide(mask, token + i, tile - first_new, hidden)
+                for head in range(q_heads):
+                    r = (head // group * rows + i) * group + head % group
+                    slope = slopes[head] if slopes.size > 0 else _f32(0)
+                    old = peak[r]
+                    peak[r], added = _soften(
+                        scores[r], min(first, KEY_TILE), max(last, 0), tile - position - i,
+                        numbers[2], slope, concealed, fold, old,
+                    )  # fmt: skip
+                    if peak[r] > old and total[r] != 0:
+                        shrink = _exp(old - peak[r])
+                        total[r] *= shrink
+                        for d in range(acc.shape[1]):
+                            acc[r, d] *= shrink
+                    total[r] += added
+            _weigh(v, v_at, blocks, heads, heads_inside, v_head, v_size, coding, v_block, scores, acc)
+
+        for i in range(rows):
+            for head in range(q_heads):
+                r = (head // group * rows + i) * group + head % group
+                if partial < 0:
+                    sink = sinks[head] if sinks.size > 0 else _HIDDEN
+                    row, row_lse = out[token + i], lse[token + i]
+                else:
+                    sink = _HIDDEN
+                    row, row_lse = partial_out[partial, begin + i], partial_lse[partial, begin + i]
+                row_lse[head] = _finish(acc[r], total[r], peak[r], numbers[1], sink, row[head])
+
+
+@_jit
+def _merge(groups, first_token, partial_out, partial_lse, sinks, out, lse):
+    """Fold each request's parts left to right: out = sum_s e^(lse_s - max) out_s / sum_s e^(lse_s - max)."""
+    for index in range(len(groups)):
+        request, slot, parts = groups[index, 0], groups[index, 1], groups[index, 2]
+        token = first_token[request]
+        acc = np.empty(out.shape[2], _f32)
+        for i in range(first_token[request + 1] - token):
+            for head in range(out.shape[1]):
+                peak, total = _HIDDEN, _f32(0)
+                for s in range(slot, slot + parts):
+                    peak = max(peak, partial_lse[s, i, head])
+                acc[:] = 0
+                for s in range(slot, slot + parts):
+                    if partial_lse[s, i, head] == _HIDDEN:
+                        continue
+                    weight = _f32(math.exp(partial_lse[s, i, head] - peak))
+                    total += weight
+                    part = partial_out[s, i, head]
+                    for d in range(len(acc)):
+                        acc[d] += weight * part[d]
+                sink = sinks[head] if sinks.size > 0 else _HIDDEN
+                lse[token + i, head] = _finish(acc, total, peak, _f32(1), sink, out[token + i, head])
+
+
+def run(call: AttentionCall) -> None:
+    """Attend to every row the work list names; rows of other requests are not touched."""
+    work = call.work
+    num_items, num_groups = work.counts.tolist()
+    if num_items == 0:
+        return
+    first_token = call.query_start_loc.numpy()
+    first, last = work.items[0, REQUEST], work.items[num_items - 1, REQUEST] + 1
+    tokens = slice(int(first_token[first]), int(first_token[last]))
+    out, lse = _float32_rows(call.out, tokens.stop), _lse_rows(call, tokens.stop)
+    constants, sinks = _constants(call, tokens.stop)
+    results = (sinks, out.numpy(), lse.numpy())
+    parts = (call.workspace.partial_out.numpy(), call.workspace.partial_lse.numpy())
+    shares = _shares(call, num_items)
+    waiting = [_pool().submit(_walk, items, *constants, *results, *parts) for items in shares[1:]]
+    _walk(shares[0], *constants, *results, *parts)
+    for share in waiting:
+        share.result()
+    if num_groups:
+        _merge(work.groups[:num_groups], first_token, *parts, *results)
+    if out is not call.out:
+        _copy(call.out[tokens], out[tokens])
+    if call.lse is not None and lse is not call.lse:
+        _copy(call.lse[tokens], lse[tokens])
+
+
+def _constants(call: AttentionCall, num_tokens: int) -> tuple[tuple[Any, ...], Array]:
+    """What `_walk` reads, from first_token to slopes; and the sinks."""
+    params, cache, mask = call.params, call.cache, call.draft_mask
+    num_requests = len(call.key_lens)
+    causal = call.causal
+    constants = (
+        call.query_start_loc.numpy(),
+        call.key_lens.numpy(),
+        _flat(call.page_table),
+        _geometry(call),
+        _flat(cache.k),
+        _flat(cache.v),
+        _coding(cache.format),
+        _queries(call.q[:num_tokens]).numpy(),
+        np.full(num_requests, causal) if isinstance(causal, bool) else causal.contiguous().numpy(),
+        NO_MASK if mask is None else mask.contiguous().numpy(),
+        np.array((params.score_scale, params.value_scale, params.soft_cap or 0.0), np.float32),
+        NONE if params.alibi_slopes is None else params.alibi_slopes.contiguous().numpy(),
+    )
+    return constants, NONE if params.sinks is None else params.sinks.contiguous().numpy()
+
+
+def _geometry(call: AttentionCall) -> Array:
+    """Sizes and strides, in elements: int64, in the order in which `_walk` unpacks them."""
+    k, v, window = call.cache.k, call.cache.v, call.params.window
+    _, page_size, heads, _ = k.shape
+    k_strides, v_strides = k.stride()[:3], v.stride()[:3]
+    heads_inside = heads == 1 or k_strides[2] < k_strides[1]
+    window = UNBOUNDED if window is None else window
+    table_stride = call.page_table.stride(0)
+    return np.array(
+        (heads, page_size, table_stride, window, heads_inside, *k_strides, *v_strides), np.int64
+    )
+
+
+def _flat(view: torch.Tensor) -> Array:
+    """From the first element of a strided view to its last, as one array of its storage type."""
+    if view.numel() == 0:
+        size = 0
+    else:
+        size = 1 + sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
+    if view.dtype not in PLAIN:
+        view = view.view(STORAGE[view.element_size()])
+    flat: Array = view.as_strided((size,), (1,)).numpy()
+    return flat
+
+
+@lru_cache
+def _coding(fmt: Format) -> Array:
+    """uint32 (shift, rebias, top): how `_widen` reads the format.
+
+    fp8_e4m3, whose largest number 448 is 0x7e, one below its NaN; its exponent bias is 7:
+
+    >>> from pageant.cache.formats import FORMATS
+    >>> [hex(number) for number in _coding(FORMATS["fp8_e4m3"])]
+    ['0x14', '0x3c000000', '0x7f00000']
+    """
+    shift = 23 - fmt.mantissa_bits
+    rebias = (128 - (1 << fmt.exponent_bits - 1)) << 23
+    largest = int(np.array(fmt.max_value, np.float32).view(np.uint32)) - rebias
+    return np.array((shift, rebias, largest + (1 << shift)), np.uint32)
+
+
+def _float32_rows(out: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """`out` itself if compiled code can write it, else room for what is copied there afterwards."""
+    if out.dtype == torch.float32 and out.is_contiguous():
+        return out
+    return torch.empty(num_tokens, *out.shape[1:], dtype=torch.float32)
+
+
+def _queries(q: torch.Tensor) -> torch.Tensor:
+    if q.dtype == torch.float32 and q.is_contiguous():
+        return q
+    queries = torch.empty(q.shape, dtype=torch.float32)
+    _copy(queries, q)
+    return queries
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """target[:] = source, in pieces that torch copies in this thread.
+
+    It shares larger ones among threads that then spin for a while, on the cores our own are to use.
+    """
+    rows = max(1, SERIAL_COPY // max(1, source[:1].numel()))
+    for into, piece in zip(target.split(rows), source.split(rows), strict=True):
+        into.copy_(piece)
+
+
+def _lse_rows(call: AttentionCall, num_tokens: int) -> torch.Tensor:
+    if call.lse is None:
+        return torch.empty(num_tokens, call.out.shape[1])
+    return _float32_rows(call.lse, num_tokens)
+
+
+def _shares(call: AttentionCall, num_items: int) -> list[Array]:
+    """The items of each worker; one share where the work is too small to divide."""
+    items = call.work.items[:num_items]
+    _, _, heads, size = call.cache.k.shape
+    keys = int((items[:, KEY_END] - items[:, KEY_BEGIN]).sum())
+    if keys * heads * (size + call.cache.v.shape[3]) < THREAD_READS:
+        return [items]
+    starts = call.work.share_start.tolist()
+    return [items[a:b] for a, b in itertools.pairwise(starts) if a < b]
+
+
+@lru_cache
+def _pool() -> ThreadPoolExecutor:
+    """Threads for all shares but the caller's; all callers of the process share them."""
+    workers = max(torch.get_num_threads(), os.cpu_count() or 1)
+    return ThreadPoolExecutor(workers, thread_name_prefix="pageant-decode")
+
+
+if hasattr(os, "register_at_fork"):  # a fork has the pool, but none of its threads
+    os.register_at_fork(after_in_child=_pool.cache_clear)

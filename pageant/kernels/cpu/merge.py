@@ -1,0 +1,86 @@
+"""Join attention over disjoint sets of keys, in float32 and any number of parts at once.
+
+    whole = ln sum_s e^(lse_s);  out = sum_s e^(lse_s - whole) out_s / (1 + e^(sink - whole))
+
+A part of lse -inf (or +inf, which some libraries report) is empty: nothing of its out is used, and
+one part that is not empty comes back bit for bit, negative zeros included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pageant.types import bad
+
+
+def merge_states(
+    outs: Sequence[torch.Tensor],
+    lses: Sequence[torch.Tensor],
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One state from several.
+
+    Args:
+        outs: [T, H, Dv] each, normalised without any sink; any strides; may alias `out`.
+        lses: [T, H] each, natural log, without any sink.
+        sinks: float32 [H]: e^sink joins the denominator once.
+        out: [T, H, Dv], written and returned; None makes one of the first of `outs`' dtype.
+
+    Returns:
+        out, and lse float32 [T, H], without the sink; rows no part has keys for: zeros and -inf.
+
+    Raises:
+        ArgumentError: for parts that do not fit together.
+
+    >>> ln2 = torch.tensor([[0.6931472]])
+    >>> out, lse = merge_states([torch.ones(1, 1, 2), torch.zeros(1, 1, 2)], [ln2, ln2])
+    >>> out.flatten(), lse.item()
+    (tensor([0.5000, 0.5000]), 1.3862943649291992)
+    """
+    _check(outs, lses, sinks, out)
+    lse = torch.stack([part.to(torch.float32) for part in lses])
+    lse = lse.masked_fill(lse == torch.inf, -torch.inf)
+    peak = lse.amax(0)
+    peak = peak.masked_fill(peak == -torch.inf, 0.0)
+    tally = torch.exp(lse - peak).sum(0)
+    whole = torch.where(tally == 1.0, peak, peak + tally.log())  # a lone -0.0 keeps its sign
+    empty = whole == -torch.inf
+    weights = torch.exp(lse - whole.masked_fill(empty, 0.0))
+    # -0.0 is the sum of nothing: adding it changes no number, and no sign of a zero.
+    total = torch.full(outs[0].shape, -0.0, dtype=torch.float32, device=lse.device)
+    for part, weight, part_lse in zip(outs, weights, lse, strict=True):
+        share = part.to(torch.float32) * weight[..., None]
+        total += share.masked_fill(part_lse[..., None] == -torch.inf, -0.0)
+    if sinks is not None:
+        total *= torch.sigmoid(whole - sinks)[..., None]
+    total = total.masked_fill(empty[..., None], 0.0)
+    if out is None:
+        return total.to(outs[0].dtype), whole
+    out.copy_(total)
+    return out, whole
+
+
+def _check(
+    outs: Sequence[torch.Tensor],
+    lses: Sequence[torch.Tensor],
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> None:
+    if not outs:
+        raise bad("outs", [], "one part or more")
+    if len(lses) != len(outs):
+        raise bad("lses", f"a list of {len(lses)}", f"one lse for each of the {len(outs)} outs")
+    shape = outs[0].shape
+    if len(shape) != 3:
+        raise bad("outs[0]", list(shape), "[T, H, Dv]")
+    for name, parts, want in (("outs", outs, shape), ("lses", lses, shape[:2])):
+        for index, part in enumerate(parts):
+            if part.shape != want:
+                raise bad(f"{name}[{index}]", list(part.shape), str(list(want)))
+    if sinks is not None and sinks.shape != shape[1:2]:
+        raise bad("sinks", list(sinks.shape), str(list(shape[1:2])))
+    if out is not None and out.shape != shape:
+        raise bad("out", list(out.shape), str(list(shape)))

@@ -1,0 +1,179 @@
+"""The prefill kernel alone, on work lists and shapes that random small cases seldom reach."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pageant.cache.formats import resolve
+from pageant.cache.pages import LayerCache
+from pageant.cache.quantize import encode
+from pageant.kernels import reference
+from pageant.kernels.call import AttentionCall
+from pageant.kernels.cpu import prefill
+from pageant.plan.buffers import Workspace
+from pageant.plan.inputs import LayerParams
+from pageant.plan.work import Lengths, WorkList, fill_prefill
+from tests.inputs import BOUNDS, assert_close
+
+Pairs = list[tuple[int, int]]
+UNTOUCHED = 77.0
+HEADS = (6, 2)
+
+
+def make_call(
+    lengths: Pairs,
+    *,
+    dtype: torch.dtype = torch.float32,
+    format: str = "auto",
+    page_size: int = 16,
+    dims: tuple[int, int] = (32, 32),
+    causal: bool = True,
+    draft: torch.Tensor | None = None,
+    **params: Any,
+) -> AttentionCall:
+    """A call over random queries and pages in random order; outputs hold UNTOUCHED."""
+    rng = torch.Generator().manual_seed(len(lengths) + page_size)
+    fmt = resolve(format, dtype)
+    rows, keys = (np.array(column) for column in zip(*lengths, strict=True))
+    counts = -(-keys // page_size)
+    order = iter(torch.randperm(int(counts.sum()), generator=rng).tolist())
+    table = torch.full((len(lengths), max(int(counts.max()), 1)), -1, dtype=torch.int32)
+    for request, count in enumerate(counts):
+        table[request, :count] = torch.tensor([next(order) for _ in range(count)])
+    k, v = (
+        encode(torch.randn(int(counts.sum()), page_size, HEADS[1], dim, generator=rng), fmt)
+        for dim in dims
+    )
+    tokens = int(rows.sum())
+    resolved = LayerParams(**{"score_scale": dims[0] ** -0.5, **params})
+    work = WorkList.empty(64, 1)
+    sees_all = np.full(len(lengths), not causal or draft is not None)
+    fill_prefill(work, Lengths(0, len(lengths), rows, keys, sees_all), resolved.window)
+    return AttentionCall(
+        q=torch.randn(tokens, HEADS[0], dims[0], generator=rng).to(dtype),
+        cache=LayerCache(k, v, fmt),
+        out=torch.full((tokens, HEADS[0], dims[1]), UNTOUCHED, dtype=dtype),
+        lse=torch.full((tokens, HEADS[0]), UNTOUCHED),
+        query_start_loc=torch.tensor([0, *rows.cumsum()], dtype=torch.int32),
+        key_lens=torch.tensor(keys, dtype=torch.int32),
+        page_table=table,
+        causal=causal,
+        draft_mask=draft,
+        params=resolved,
+        work=work,
+        workspace=Workspace(torch.empty(0), torch.empty(0)),
+    )
+
+
+def check(call: AttentionCall) -> None:
+    """Run, and compare with the float64 reference."""
+    prefill.run(call)
+    exact = replace(
+        call,
+        out=torch.zeros_like(call.out, dtype=torch.float64),
+        lse=torch.zeros_like(call.lse, dtype=torch.float64),
+    )
+    reference.run(exact)
+    assert call.lse is not None
+    assert exact.lse is not None
+    assert_close(call.out, exact.out, BOUNDS[call.out.dtype])
+    assert_close(call.lse, exact.lse, BOUNDS[call.out.dtype])
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "all": {"causal": False},
+    "window": {"window": 100},
+    "wide window": {"window": 600},
+    "cap": {"soft_cap": 2.0},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.2, 0.1, 0.05, 0.02, -0.1])},
+    "sinks": {"sinks": torch.tensor([-torch.inf, -2.0, 0.0, 1.0, 2.0, 9.0]), "value_scale": 3.0},
+    "negative scale": {"score_scale": -0.2},
+    "no scale": {"score_scale": 0.0},
+}
+FEATURES["cap, alibi, window"] = FEATURES["cap"] | FEATURES["alibi"] | FEATURES["window"]
+
+
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_long_requests(dtype: torch.dtype, features: dict[str, Any]) -> None:
+    check(make_call([(600, 600), (70, 900), (3, 2), (530, 1100)], dtype=dtype, **features))
+
+
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+def test_many_small_tiles(monkeypatch: pytest.MonkeyPatch, features: dict[str, Any]) -> None:
+    for name, small in (("KEY_TILE", 32), ("MAX_ROWS", 32), ("SQUARE_ROWS", 10), ("SCORES", 1)):
+        monkeypatch.setattr(prefill, name, small)
+    monkeypatch.setattr(prefill, "MIN_KEYS", 8)
+    check(make_call([(20, 150), (30, 30), (25, 7)], page_size=5, **features))
+
+
+@pytest.mark.parametrize("page_size", [1, 128, 129, 1000])
+def test_page_sizes_at_which_gathering_changes(page_size: int) -> None:
+    check(make_call([(40, 300), (200, 260), (2, 1)], page_size=page_size, window=77))
+
+
+@pytest.mark.parametrize("format", ["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_formats_and_unequal_head_sizes(dtype: torch.dtype, format: str) -> None:
+    for dims in ((48, 16), (16, 48)):
+        check(make_call([(9, 40)], dtype=dtype, format=format, dims=dims, value_scale=0.5))
+
+
+def test_fp16_scores_past_its_range_before_scaling() -> None:
+    call = make_call([(30, 60)], dtype=torch.float16, dims=(128, 128), score_scale=1e-4)
+    call.q.mul_(60)
+    call.cache.k.mul_(60)
+    check(call)
+
+
+@pytest.mark.parametrize("tile", [4096, 5])
+@pytest.mark.parametrize("window", [None, 12])
+def test_draft_masks_hide_poison(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, tile: int
+) -> None:
+    monkeypatch.setattr(prefill, "KEY_TILE", tile)
+    lengths = [(8, 40), (6, 6), (5, 3)]
+    draft = torch.rand(19, 8, generator=torch.Generator().manual_seed(0)) < 0.5
+    draft[2] = False
+    draft[:8, 3] = False
+    call = make_call(lengths, page_size=4, draft=draft, window=window)
+    key = 40 - 8 + 3
+    slot = int(call.page_table[0, key // 4]), key % 4
+    call.cache.k[slot], call.cache.v[slot] = torch.nan, torch.inf
+    check(call)
+
+
+def test_only_rows_of_the_work_list_are_written() -> None:
+    call = make_call([(5, 9), (4, 4)])
+    call.work.counts[0] = 1
+    prefill.run(call)
+    assert call.lse is not None
+    assert (call.out[5:] == UNTOUCHED).all()
+    assert (call.lse[5:] == UNTOUCHED).all()
+    assert not (call.out[:5] == UNTOUCHED).any()
+
+
+def test_rows_without_keys_and_calls_without_lse_or_work() -> None:
+    call = make_call([(3, 0), (4, 1), (0, 5)], sinks=torch.zeros(6))
+    check(call)
+    assert call.lse is not None
+    assert (call.out[:6] == 0).all()
+    assert (call.lse[:6] == -torch.inf).all()
+    again = replace(call, lse=None, out=torch.empty_like(call.out))
+    prefill.run(again)
+    assert torch.equal(again.out, call.out)
+    call.work.clear()
+    prefill.run(call)
+
+
+def test_causality_is_each_requests_own() -> None:
+    lengths = [(20, 50), (20, 50)]
+    both = replace(make_call(lengths, causal=False), causal=torch.tensor([True, False]))
+    both.work.items[0, 4] = 50
+    check(both)

@@ -1,0 +1,750 @@
+"""The public surface: what an Attention promises whatever kernels it got."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+import pageant
+from pageant import ArgumentError, Batch, Features, Layer, ops
+from pageant.kernels import reference
+from pageant.plan.inputs import LayerParams
+from tests.inputs import BOUNDS, assert_close
+from tests.reports.scene import each_dtype, each_kernel, each_phase
+
+PAGE, DIM, VALUE_DIM, PAGES = 4, 16, 24, 12
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+EVERYTHING = Features(
+    windows=(None, 2, 5),
+    soft_cap=True,
+    sinks=True,
+    alibi=True,
+    draft_masks=True,
+    non_causal=True,
+    lse=True,
+)
+each_format = pytest.mark.parametrize("format", ["auto", "fp8_e4m3", "fp8_e5m2"])
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def attention(
+    kernels="auto",
+    phase="prefill",
+    dtype=torch.float32,
+    format="auto",
+    features=EVERYTHING,
+    **cache,
+):
+    """Four query heads over two; as decodes, requests bring up to eight new tokens."""
+    return pageant.Attention(
+        pageant.Shape(
+            num_q_heads=4, num_kv_heads=2, head_dim=DIM, v_head_dim=VALUE_DIM, dtype=dtype
+        ),
+        pageant.CacheSpec(format=format, page_size=PAGE, **cache),
+        pageant.Limits(max_requests=8, max_tokens=64, max_seq_len=64),
+        features,
+        pageant.Options(kernels=kernels, speculative_tokens=7 if phase == "decode" else 0),
+    )
+
+
+def random(*sizes, seed=5, dtype=torch.float32):
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def filled(attn):
+    kv = attn.new_cache(num_layers=1, num_pages=PAGES)[0]
+    for seed, view in enumerate((kv.k, kv.v)):
+        view.copy_(random(*view.shape, seed=seed).to(view.dtype))
+    return kv
+
+
+def batch(**others):
+    """Requests of 5, 2 and 3 new tokens; the first token sees 4 keys."""
+    return replace(
+        Batch.from_lengths([5, 2, 3], [8, 14, 3], [[7, 2], [5, 0, 3, 9], [1]], PAGE), **others
+    )
+
+
+def queries(dtype=torch.float32, rows=10):
+    return random(rows, 4, DIM, seed=9, dtype=dtype)
+
+
+def answer(attn, kv, step, q, layer=None, **others):
+    return attn.run(attn.plan(step), q, kv, layer, return_lse=True, **others)
+
+
+def expected(attn, kv, step, q, layer, *, query_scale=1.0, key_scale=1.0, value_scale=1.0):
+    """Out and lse from the definition, one request at a time."""
+    outs, lses = [], []
+    starts, cross = step.query_start_loc.tolist(), step.encoder_seq_lens is not None
+    for r, n in enumerate(step.key_lens.tolist()):
+        own, at = slice(starts[r], starts[r + 1]), torch.arange(n)
+        m = own.stop - own.start
+        pages = step.page_table[r, at // PAGE].long()
+        causal = step.causal if isinstance(step.causal, bool) else bool(step.causal[r])
+        mask = reference.visible(
+            m,
+            n,
+            causal=causal and not cross,
+            window=layer.window,
+            draft=None if step.draft_mask is None else step.draft_mask[own],
+        )
+        scale = DIM**-0.5 if layer.scale is None else layer.scale
+        params = LayerParams(
+            score_scale=scale * query_scale * key_scale,
+            value_scale=value_scale,
+            window=layer.window,
+            soft_cap=layer.soft_cap,
+            sinks=layer.sinks,
+            alibi_slopes=layer.alibi_slopes,
+        )
+        k, v = kv.k.double()[pages, at % PAGE], kv.v.double()[pages, at % PAGE]
+        out, lse = reference.attend(q[own].double(), k, v, mask, params)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def same(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+# What was not declared
+
+
+@pytest.mark.parametrize(
+    ("declared", "layer", "field"),
+    [
+        ({"windows": (None, 2)}, Layer(window=5), "layer.window"),
+        ({"windows": (2, 5)}, Layer(), "layer.window"),
+        ({"soft_cap": False}, Layer(soft_cap=1.0), "layer.soft_cap"),
+        ({"sinks": False}, Layer(sinks=SINKS), "layer.sinks"),
+        ({"alibi": False}, Layer(alibi_slopes=SLOPES), "layer.alibi_slopes"),
+        ({}, Layer(out_format="fp8_e4m3"), "layer.out_format"),
+        ({}, Layer(out_format="nvfp4"), "layer.out_format"),
+    ],
+)
+@each_kernel
+def test_undeclared_layers(kernels, declared, layer, field):
+    attn = attention(kernels, features=replace(EVERYTHING, **declared))
+    kv, step = filled(attn), batch()
+    with pytest.raises(ArgumentError) as caught:
+        attn.run(attn.plan(step), queries(), kv, layer)
+    assert caught.value.argument == field
+    assert str(caught.value).startswith(f"{field} is ")
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("declared", "change", "field"),
+    [
+        ({"non_causal": False}, {"causal": False}, "batch.causal"),
+        (
+            {"non_causal": False},
+            {"causal": torch.tensor([True, False, True])},
+            "batch.causal",
+        ),
+        (
+            {"draft_masks": False},
+            {"draft_mask": torch.ones(10, 5, dtype=torch.bool)},
+            "batch.draft_mask",
+        ),
+        (
+            {"draft_masks": False},
+            {"draft_parents": torch.full((10,), -1, dtype=torch.int32)},
+            "batch.draft_parents",
+        ),
+    ],
+)
+@each_kernel
+def test_undeclared_batches(kernels, declared, change, field):
+    attn = attention(kernels, features=replace(EVERYTHING, **declared))
+    with pytest.raises(ArgumentError) as caught:
+        attn.plan(batch(**change))
+    assert caught.value.argument == field
+    assert attention(kernels).plan(batch(**change))
+
+
+def test_undeclared_lse():
+    attn = attention(features=replace(EVERYTHING, lse=False))
+    kv, plan = filled(attn), attn.plan(batch())
+    assert isinstance(attn.run(plan, queries(), kv), torch.Tensor)
+    with pytest.raises(ArgumentError, match="lse=True") as caught:
+        attn.run(plan, queries(), kv, return_lse=True)
+    assert caught.value.argument == "return_lse"
+
+
+def test_features_of_layers_declare_what_they_use():
+    layers = [Layer(window=5, sinks=SINKS), Layer(soft_cap=2.0), Layer(alibi_slopes=SLOPES)]
+    attn = attention(features=Features.of(layers))
+    kv, plan = filled(attn), attn.plan(batch())
+    for layer in layers:
+        assert attn.run(plan, queries(), kv, layer).shape == (10, 4, VALUE_DIM)
+
+
+# Wrong tensors
+
+
+WRONG_ROWS = [
+    (lambda x: x[:9], "[9, "),
+    (lambda x: x[:, :1], "1, "),
+    (lambda x: x[..., :8], ", 8]"),
+    (lambda x: x[0], "], "),
+    (lambda x: x[None], "[1, 10, "),
+    (lambda x: x.double(), "float64"),
+    (lambda x: x.half(), "float16"),
+    (lambda x: x.to("meta"), "meta"),
+    (lambda x: x.clone().requires_grad_(), "grad"),
+    (lambda x: x.tolist(), "a tensor"),
+]
+
+
+@pytest.mark.parametrize("name", ["q", "out", "k", "v"])
+@pytest.mark.parametrize(("change", "said"), WRONG_ROWS)
+def test_wrong_tensors_are_refused(name, change, said):
+    attn = attention()
+    kv, plan = filled(attn), attn.plan(batch())
+    before = bytes(kv.k.untyped_storage())
+    rows = {
+        "q": queries(),
+        "out": torch.full((10, 4, VALUE_DIM), 7.0),
+        "k": random(10, 2, DIM),
+        "v": random(10, 2, VALUE_DIM),
+    }
+    rows[name] = change(rows[name])
+
+    def use():
+        if name in ("q", "out"):
+            attn.run(plan, rows["q"], kv, out=rows["out"])
+        else:
+            attn.write(plan, kv, rows["k"], rows["v"])
+
+    with pytest.raises(ArgumentError) as caught:
+        use()
+    assert caught.value.argument == name
+    assert said.rstrip(", ") in str(caught.value)
+    assert bytes(kv.k.untyped_storage()) == before
+    if name == "q":
+        assert (rows["out"] == 7.0).all()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"format": "bf16"},
+        {"format": "fp8_e4m3"},
+        {"page_size": 8},
+        {"kv_heads": 4},
+        {"head_dim": 24},
+        {"v_head_dim": 16},
+    ],
+)
+def test_the_cache_of_another_model_is_refused(other):
+    fields = {
+        "format": "auto",
+        "page_size": PAGE,
+        "kv_heads": 2,
+        "head_dim": DIM,
+        "v_head_dim": VALUE_DIM,
+        **other,
+    }
+    foreign = pageant.Attention(
+        pageant.Shape(
+            num_q_heads=4,
+            num_kv_heads=fields["kv_heads"],
+            head_dim=fields["head_dim"],
+            v_head_dim=fields["v_head_dim"],
+            dtype=torch.float32,
+        ),
+        pageant.CacheSpec(format=fields["format"], page_size=fields["page_size"]),
+    ).new_cache(num_layers=1, num_pages=PAGES)
+    attn = attention()
+    plan = attn.plan(batch())
+    for use in (
+        lambda kv: attn.run(plan, queries(), kv),
+        lambda kv: attn.write(plan, kv, random(10, 2, DIM), random(10, 2, VALUE_DIM)),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            use(foreign[0])
+        assert caught.value.argument == "cache"
+        with pytest.raises(ArgumentError, match="PagedCache") as caught:
+            use(foreign)
+        assert caught.value.argument == "cache"
+
+
+def test_keys_and_values_come_together():
+    attn = attention()
+    kv, plan = filled(attn), attn.plan(batch())
+    new = {"k": random(10, 2, DIM), "v": random(10, 2, VALUE_DIM)}
+    want = attn.run(plan, queries(), kv)
+    assert torch.equal(attn.run(plan, queries(), kv, **new), want)
+    for name, missing in (("k", "v"), ("v", "k")):
+        with pytest.raises(ArgumentError) as caught:
+            attn.run(plan, queries(), kv, **{name: new[name]})
+        assert caught.value.argument == missing
+
+
+def test_out_scales_without_a_quantised_output():
+    attn = attention()
+    with pytest.raises(ArgumentError) as caught:
+        attn.run(attn.plan(batch()), queries(), filled(attn), out_scales=torch.ones(10))
+    assert caught.value.argument == "out_scales"
+
+
+@pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
+@pytest.mark.parametrize("scale", [torch.ones(2), torch.ones(0), torch.ones(2, 1)])
+def test_scales_of_several_elements(name, scale):
+    attn = attention(format="fp8")
+    q = queries().to(torch.float8_e4m3fn)
+    with pytest.raises(ArgumentError, match="one element") as caught:
+        attn.run(attn.plan(batch()), q, filled(attn), Layer(**{name: scale}))
+    assert caught.value.argument == f"layer.{name}"
+
+
+@pytest.mark.parametrize("name", ["max_requests", "max_tokens", "max_seq_len", "max_cached_tokens"])
+@pytest.mark.parametrize("value", [0, -1, 2.5, "many", True])
+def test_limits(name, value):
+    with pytest.raises(ArgumentError) as caught:
+        pageant.Attention(
+            pageant.Shape(num_q_heads=2, num_kv_heads=1, head_dim=16),
+            limits=pageant.Limits(**{name: value}),
+        )
+    assert caught.value.argument == name
+    assert repr(value) in str(caught.value)
+
+
+# Scales
+
+
+def forms(value):
+    """The same number in every form a scale may have."""
+    return (
+        value,
+        torch.tensor(value),
+        torch.tensor([value]),
+        torch.tensor([[value]]),
+        torch.tensor(value, dtype=torch.float64),
+    )
+
+
+@each_kernel
+@each_phase
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2"])
+def test_every_form_of_a_scale(kernels, phase, format):
+    attn = attention(kernels, phase, format=format)
+    kv, step, q = filled(attn), batch(), queries()
+    want = expected(attn, kv, step, q, Layer(), key_scale=0.5, value_scale=3.0)
+    answers = [
+        answer(attn, kv, step, q, Layer(k_scale=k, v_scale=v))
+        for k, v in zip(forms(0.5), forms(3.0), strict=True)
+    ]
+    for got in answers:
+        same(got, answers[0])
+        for part, exact in zip(got, want, strict=True):
+            assert_close(part, exact, 1e-5)
+    keys, values = random(10, 2, DIM, seed=3), random(10, 2, VALUE_DIM, seed=4)
+    written = []
+    for k, v in zip(forms(0.5), forms(3.0), strict=True):
+        attn.write(attn.plan(step), kv, keys, values, Layer(k_scale=k, v_scale=v))
+        written.append(bytes(kv.k.untyped_storage()))
+        attn.write(attn.plan(step), kv, keys * 0, values * 0)
+    assert len(set(written)) == 1
+
+
+@each_kernel
+@each_phase
+def test_scales_are_read_each_time(kernels, phase):
+    """One layer, one plan; its tensors change between runs."""
+    attn = attention(kernels, phase, format="fp8_e4m3")
+    kv, step, q = filled(attn), batch(), queries()
+    k_scale, v_scale = torch.tensor(1.0), torch.tensor([1.0])
+    layer, plan = Layer(k_scale=k_scale, v_scale=v_scale), attn.plan(step)
+    for key, value in ((1.0, 1.0), (0.25, 3.0), (2.0, 0.125)):
+        k_scale.fill_(key)
+        v_scale.fill_(value)
+        want, want_lse = expected(attn, kv, step, q, layer, key_scale=key, value_scale=value)
+        out, lse = attn.run(plan, q, kv, layer, return_lse=True)
+        assert_close(out, want, 1e-5)
+        assert_close(lse, want_lse, 1e-5)
+
+
+@each_kernel
+@each_phase
+@each_dtype
+def test_scales_of_plain_caches_are_ignored(kernels, phase, dtype):
+    attn = attention(kernels, phase, dtype)
+    kv, step, q = filled(attn), batch(), queries(dtype)
+    layer = Layer(k_scale=7.0, v_scale=torch.tensor(9.0), q_scale=11.0)
+    same(answer(attn, kv, step, q, layer), answer(attn, kv, step, q))
+    keys, values = random(10, 2, DIM, dtype=dtype), random(10, 2, VALUE_DIM, dtype=dtype)
+    plan = attn.plan(step)
+    attn.write(plan, kv, keys, values, layer)
+    page, row = divmod(int(step.slot_mapping[3]), PAGE)
+    assert torch.equal(kv.k[page, row], keys[3])
+    assert torch.equal(kv.v[page, row], values[3])
+
+
+@each_kernel
+@each_phase
+@each_dtype
+@each_format
+@pytest.mark.parametrize("q_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_quantised_query(kernels, phase, dtype, format, q_dtype):
+    """q_scale multiplies the scores of an fp8 query, whatever the cache stores."""
+    attn = attention(kernels, phase, dtype, format)
+    kv, step, q = filled(attn), batch(), (queries() / 0.25).to(q_dtype)
+    quantised = attn.format.quantized
+    layer = Layer(q_scale=torch.tensor(0.25), k_scale=0.5, v_scale=3.0)
+    want, want_lse = expected(
+        attn,
+        kv,
+        step,
+        q,
+        layer,
+        query_scale=0.25,
+        key_scale=0.5 if quantised else 1.0,
+        value_scale=3.0 if quantised else 1.0,
+    )
+    out, lse = answer(attn, kv, step, q, layer)
+    assert out.dtype == dtype
+    assert_close(out, want, BOUNDS[dtype])
+    assert_close(lse, want_lse, BOUNDS[dtype])
+
+
+# Rows past the real tokens
+
+
+@each_kernel
+@each_phase
+@each_dtype
+def test_padding_is_left_alone(kernels, phase, dtype):
+    """Ten real tokens of thirteen planned; queries and out have more rows still."""
+    attn = attention(kernels, phase, dtype)
+    kv, q = filled(attn), queries(dtype, rows=16)
+    want, want_lse = answer(attn, kv, batch(), q[:10])
+    q[10:] = torch.nan
+    plan = attn.plan(batch(num_tokens=13))
+    out = torch.full((20, 4, VALUE_DIM), 77.0, dtype=dtype)
+    got, lse = attn.run(plan, q, kv, out=out, return_lse=True)
+    assert got is out
+    assert (out[10:] == 77.0).all()
+    assert torch.equal(out[:10], want)
+    assert torch.equal(lse[:10], want_lse)
+    assert (lse[10:] == -math.inf).all()
+    made, _ = attn.run(plan, q, kv, return_lse=True)
+    assert torch.equal(made[:10], want)
+    assert (made[10:] == 0).all()
+
+
+@each_kernel
+@each_phase
+def test_padded_requests(kernels, phase):
+    """Requests of no length at the end, as engines pad: nothing of theirs is read."""
+    attn = attention(kernels, phase)
+    kv, q = filled(attn), queries(rows=12)
+    want = answer(attn, kv, batch(), q[:10])
+    table = torch.full((5, 4), 10**6, dtype=torch.int32)
+    table[:3] = batch().page_table
+    padded = batch(
+        query_start_loc=ints(0, 5, 7, 10, 10, 10),
+        seq_lens=ints(8, 14, 3, 0, 0),
+        page_table=table,
+        num_requests=5,
+        num_tokens=12,
+    )
+    out, lse = answer(attn, kv, padded, q)
+    same((out[:10], lse[:10]), want)
+
+
+@each_kernel
+@each_phase
+@each_dtype
+def test_an_out_of_any_strides(kernels, phase, dtype):
+    attn = attention(kernels, phase, dtype)
+    kv, q, plan = filled(attn), queries(dtype), attn.plan(batch())
+    want = attn.run(plan, q, kv)
+    whole = torch.full((4, 11, VALUE_DIM + 8), 77.0, dtype=dtype)
+    out = whole.transpose(0, 1)[:10, :, 4 : VALUE_DIM + 4]
+    assert attn.run(plan, q, kv, out=out) is out
+    assert torch.equal(out, want)
+    assert (whole[:, 10:] == 77.0).all()
+    assert (whole[..., :4] == 77.0).all()
+    assert (whole[..., VALUE_DIM + 4 :] == 77.0).all()
+
+
+@each_kernel
+@each_phase
+def test_inputs_are_left_alone(kernels, phase):
+    attn = attention(kernels, phase, format="fp8")
+    kv, q, step = (
+        filled(attn),
+        queries(),
+        batch(draft_parents=ints(-1, 0, 0, 1, 2, -1, 0, -1, 0, 1)),
+    )
+    keys, values = random(10, 2, DIM), random(10, 2, VALUE_DIM)
+    layer = Layer(sinks=SINKS.clone(), alibi_slopes=SLOPES.clone(), soft_cap=3.0)
+    inputs = (
+        q,
+        keys,
+        values,
+        layer.sinks,
+        layer.alibi_slopes,
+        *(value for value in vars(step).values() if isinstance(value, torch.Tensor)),
+    )
+    before = [x.clone() for x in inputs]
+    plan = attn.plan(step)
+    attn.write(plan, kv, keys, values, layer)
+    attn.run(plan, q, kv, layer)
+    same(inputs, before)
+
+
+# One plan, many layers and batches of every kind
+
+LAYERS = (
+    Layer(),
+    Layer(window=2),
+    Layer(window=5, sinks=SINKS, scale=1.0),
+    Layer(soft_cap=0.5),
+    Layer(alibi_slopes=SLOPES, soft_cap=2.0, sinks=SINKS, window=2),
+)
+
+
+def kinds():
+    parents = ints(-1, 0, 0, 1, 2, -1, -1, -1, 0, 0)
+    return {
+        "causal": {},
+        "non-causal": {"causal": False},
+        "some causal": {"causal": torch.tensor([True, False, True])},
+        "others causal": {"causal": torch.tensor([False, True, False])},
+        "cross": {"encoder_seq_lens": ints(3, 16, 1)},
+        "mask": {"draft_mask": random(10, 5) > 0},
+        "parents": {"draft_parents": parents},
+    }
+
+
+def meaning(step):
+    """The draft mask that a batch's parents mean, by walking up from each token."""
+    if step.draft_parents is None:
+        return step
+    mask = torch.zeros(step.num_tokens, step.max_query_len, dtype=torch.bool)
+    starts = step.query_start_loc.tolist()
+    for first, last in pairwise(starts):
+        for token in range(first, last):
+            node = token - first
+            while node >= 0:
+                mask[token, node] = True
+                node = int(step.draft_parents[first + node])
+    return replace(step, draft_parents=None, draft_mask=mask)
+
+
+@each_kernel
+@each_phase
+@each_dtype
+@pytest.mark.parametrize("kind", kinds())
+def test_layers_of_one_plan(kernels, phase, dtype, kind):
+    attn = attention(kernels, phase, dtype)
+    kv, step, q = filled(attn), batch(**kinds()[kind]), queries(dtype)
+    plan = attn.plan(step)
+    assert plan.split.num_decodes == (3 if phase == "decode" else 0)
+    for layer in (*LAYERS, LAYERS[0]):
+        out, lse = attn.run(plan, q, kv, layer, return_lse=True)
+        want, want_lse = expected(attn, kv, meaning(step), q, layer)
+        assert_close(out, want, BOUNDS[dtype])
+        assert_close(lse, want_lse, BOUNDS[dtype])
+
+
+@each_kernel
+@each_phase
+@each_format
+def test_parents_are_the_mask_they_mean(kernels, phase, format):
+    attn = attention(kernels, phase, format=format)
+    kv, q = filled(attn), queries()
+    step = batch(**kinds()["parents"])
+    trees = answer(attn, kv, step, q)
+    same(trees, answer(attn, kv, meaning(step), q))
+    assert not torch.equal(trees[0], answer(attn, kv, batch(), q)[0])
+    chain = batch(draft_parents=ints(-1, 0, 1, 2, 3, -1, 0, -1, 0, 1))
+    for got, want in zip(answer(attn, kv, chain, q), answer(attn, kv, batch(), q), strict=True):
+        assert_close(got, want, 1e-5)
+
+
+@each_kernel
+@each_phase
+def test_a_tree_by_hand(kernels, phase):
+    """Two keys, then drafts 2 to 5 with parents none, 0, 0 and 1; value j is the number j."""
+    attn = attention(kernels, phase)
+    kv = filled(attn)
+    kv.v[3] = torch.arange(4.0)[:, None, None]
+    kv.v[8] = torch.arange(4.0, 8.0)[:, None, None]
+    # A second request brings more tokens than the first, so rows of the mask are padded.
+    step = Batch.from_lengths(
+        [4, 5], [6, 5], [[3, 8], [8, 3]], PAGE, draft_parents=ints(-1, 0, 0, 1, *range(-1, 4))
+    )
+    out, lse = answer(attn, kv, step, torch.zeros(9, 4, DIM))
+    want = torch.tensor([1.0, 1.5, 1.75, 2.2])
+    torch.testing.assert_close(out[:4, 0, 0], want, rtol=1e-6, atol=0)
+    want = torch.tensor([3.0, 4.0, 4.0, 5.0])
+    torch.testing.assert_close(lse[:4, 0].exp(), want, rtol=1e-5, atol=0)
+
+
+@each_kernel
+@each_phase
+def test_causality_request_by_request(kernels, phase):
+    """Each request of a mixed batch equals the same request of an unmixed one."""
+    attn = attention(kernels, phase)
+    kv, q = filled(attn), queries()
+    mixed = answer(attn, kv, batch(causal=torch.tensor([True, False, True])), q)
+    plain = answer(attn, kv, batch(), q)
+    open_ended = answer(attn, kv, batch(causal=False), q)
+    for rows, want in ((slice(0, 5), plain), (slice(5, 7), open_ended), (slice(7, 10), plain)):
+        same((mixed[0][rows], mixed[1][rows]), (want[0][rows], want[1][rows]))
+    assert not torch.equal(plain[0][5], open_ended[0][5])
+
+
+@each_kernel
+@each_phase
+def test_cross_attention_ignores_causality_and_the_decoders_length(kernels, phase):
+    attn = attention(kernels, phase)
+    kv, q = filled(attn), queries()
+    cross = {"encoder_seq_lens": ints(6, 9, 2)}
+    want = answer(attn, kv, batch(**cross), q)
+    same(answer(attn, kv, batch(causal=False, **cross), q), want)
+    same(answer(attn, kv, batch(seq_lens=ints(60, 2, 40), max_seq_len=64, **cross), q), want)
+
+
+@each_kernel
+@each_dtype
+@each_format
+def test_decodes_and_prefills_in_one_batch(kernels, dtype, format):
+    """Two decodes and a prefill: each phase's kernel writes its own rows."""
+    attn = attention(kernels, "prefill", dtype, format)
+    kv, q = filled(attn), queries(dtype)
+    step = Batch.from_lengths([1, 1, 8], [7, 16, 10], [[7, 2], [5, 0, 3, 9], [1, 4, 6]], PAGE)
+    layer = Layer(window=5, sinks=SINKS, k_scale=0.5, v_scale=2.0)
+    plan = attn.plan(step)
+    assert plan.split == (2, 1, 2, 8)
+    scales = {"key_scale": 0.5, "value_scale": 2.0} if attn.format.quantized else {}
+    want, want_lse = expected(attn, kv, step, q, layer, **scales)
+    out, lse = attn.run(plan, q, kv, layer, return_lse=True)
+    assert_close(out, want, BOUNDS[dtype])
+    assert_close(lse, want_lse, BOUNDS[dtype])
+
+
+@each_kernel
+def test_step_by_step_equals_all_at_once(kernels):
+    """A prompt of 5 then one token at a time, written and attended, against one prefill of 9."""
+    attn = attention(kernels)
+    q, k, v = queries(rows=9), random(9, 2, DIM, seed=1), random(9, 2, VALUE_DIM, seed=2)
+    kv = attn.new_cache(num_layers=2, num_pages=3)
+    outs = []
+    for first, last in ((0, 5), (5, 6), (6, 7), (7, 8), (8, 9)):
+        plan = attn.plan(Batch.from_lengths([last - first], [last], [[2, 0, 1]], PAGE))
+        attn.write(plan, kv[0], k[first:last], v[first:last])
+        outs.append(attn.run(plan, q[first:last], kv[0]))
+    plan = attn.plan(Batch.from_lengths([9], [9], [[2, 0, 1]], PAGE))
+    attn.write(plan, kv[1], k, v)
+    assert_close(torch.cat(outs), attn.run(plan, q, kv[1]), 1e-5)
+    mask = torch.ones(9, 9, dtype=torch.bool).tril()
+    each = [x.double().transpose(0, 1) for x in (q, k, v)]
+    each[1:] = [x.repeat_interleave(2, 0) for x in each[1:]]
+    want = torch.nn.functional.scaled_dot_product_attention(*each, attn_mask=mask)
+    assert_close(torch.cat(outs), want.transpose(0, 1), 1e-5)
+
+
+@each_kernel
+@each_phase
+def test_layers_have_pages_of_their_own(kernels, phase):
+    attn = attention(kernels, phase)
+    kv = attn.new_cache(num_layers=3, num_pages=PAGES)
+    plan = attn.plan(batch())
+    for i in range(3):
+        attn.write(plan, kv[i], torch.zeros(10, 2, DIM), torch.full((10, 2, VALUE_DIM), i + 1.0))
+    for i in range(3):
+        out = attn.run(plan, torch.zeros(10, 4, DIM), kv[i])
+        torch.testing.assert_close(out[7:], torch.full_like(out[7:], i + 1.0), rtol=1e-6, atol=0)
+
+
+# Small print
+
+
+def test_the_workspace_is_made_once():
+    attn = attention(phase="decode")
+    size = attn.workspace_bytes
+    assert size >= 0
+    kv = filled(attn)
+    for kind in kinds().values():
+        answer(attn, kv, batch(**kind), queries())
+    assert attn.workspace_bytes == size
+    assert attention(phase="prefill").workspace_bytes <= size
+
+
+def test_defaults():
+    attn = pageant.Attention(pageant.Shape(num_q_heads=2, num_kv_heads=1, head_dim=16))
+    assert attn.cache == pageant.CacheSpec()
+    assert attn.limits == pageant.Limits()
+    assert attn.features == Features()
+    assert attn.options == pageant.Options()
+    assert attn.device == torch.device("cpu")
+    assert attn.format.name == "bf16"
+    assert attn.explain().support.ok
+
+
+def test_a_refused_configuration_raises_its_reason():
+    shape = pageant.Shape(num_q_heads=3, num_kv_heads=2, head_dim=16)
+    with pytest.raises(ArgumentError) as caught:
+        pageant.Attention(shape)
+    answer = pageant.supports(shape)
+    assert (str(caught.value), caught.value.argument) == (answer.reason, answer.argument)
+
+
+@pytest.mark.parametrize("kind", [Batch, Layer, Features, pageant.Shape, pageant.CacheSpec])
+def test_declarations_are_frozen_and_named(kind):
+    with pytest.raises(TypeError):
+        kind(1)
+
+
+@each_kernel
+@each_phase
+def test_run_under_torch_compile(kernels, phase):
+    """A compiled caller runs the same kernels, uncompiled, and gets the same bits."""
+    attn = attention(kernels, phase)
+    kv, q, plan = filled(attn), queries(), attn.plan(batch())
+    layer = Layer(window=5)
+
+    def block(x):
+        return attn.run(plan, x * 2, kv, layer) + 1
+
+    compiled = torch.compile(block, backend="eager")
+    assert torch.equal(compiled(q), block(q))
+
+
+@each_kernel
+@each_phase
+def test_ops_are_the_same_attention(kernels, phase):
+    """A batch of decodes alone, or of prefills alone, is split alike by both."""
+    attn = attention(kernels, "prefill")
+    kv = filled(attn)
+    if phase == "decode":
+        step = Batch.from_lengths([1, 1], [8, 14], [[7, 2], [5, 0, 3, 9]], PAGE)
+    else:
+        step = batch()
+    q, layer = queries(rows=step.num_tokens), Layer(window=5, soft_cap=2.0, sinks=SINKS)
+    got = ops.paged_attention(
+        q,
+        kv.k,
+        kv.v,
+        step.query_start_loc,
+        step.seq_lens,
+        step.page_table,
+        layer=layer,
+        kernels=kernels,
+        return_lse=True,
+    )
+    same(got, answer(attn, kv, step, q, layer))

@@ -1,0 +1,257 @@
+"""Functional forms: the same answers as an Attention, without keeping one."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pageant
+from pageant import ArgumentError, Layer, ops
+from pageant.kernels import reference
+from tests.inputs import BOUNDS, Case, assert_close, build
+from tests.reports.scene import each_dtype, each_kernel
+
+MODEL_FORMAT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def ints(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def case(**others):
+    fields = {
+        "seed": 12,
+        "dtype": torch.float32,
+        "kv_heads": 2,
+        "group": 2,
+        "head_dim": 16,
+        "v_head_dim": 24,
+        "format": "fp32",
+        "page_size": 4,
+        "memory": "LBHNC",
+        "lengths": ((1, 9), (3, 14), (0, 0), (5, 5)),
+    }
+    return Case(**{**fields, **others})
+
+
+COMBINATIONS = (
+    {},
+    {"window": 5, "soft_cap": 2.0, "sinks": True},
+    {"alibi": True, "causal": False, "memory": "BLNHC"},
+    {"causal": (True, False, True, False), "window": 3},
+    {"format": "fp8_e4m3", "scales": True, "page_size": 1},
+    {"format": "fp8_e5m2", "scales": True, "drafts": "parents", "memory": "strided"},
+    {"drafts": "mask", "alibi": True, "sinks": True},
+    {"cross": True, "soft_cap": 2.0, "padding": 2},
+)
+
+
+@each_kernel
+@each_dtype
+@pytest.mark.parametrize("others", COMBINATIONS)
+def test_paged_attention_equals_an_attention(kernels, dtype, others):
+    others = {"format": MODEL_FORMAT[dtype], **others}
+    problem = build(case(dtype=dtype, **others), kernels)
+    want_out, want_lse = problem.run()
+    batch, real = problem.batch, len(problem.expected_out)
+    fields = {
+        name: getattr(batch, name)
+        for name in ("causal", "draft_mask", "draft_parents", "encoder_seq_lens")
+    }
+    out, lse = ops.paged_attention(
+        problem.q,
+        problem.cache.k,
+        problem.cache.v,
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.page_table,
+        layer=problem.layer,
+        format=problem.attn.format.name,
+        kernels=kernels,
+        return_lse=True,
+        **fields,
+    )
+    assert torch.equal(out[:real], want_out)
+    assert torch.equal(lse[:real], want_lse)
+    assert_close(out[:real], problem.expected_out, BOUNDS[dtype])
+
+
+@each_kernel
+@each_dtype
+@pytest.mark.parametrize("causal", [True, False])
+def test_ragged_attention_equals_torch(kernels, dtype, causal):
+    """Keys one request after another; longer, as long, shorter than the query, and none."""
+    lens = [(3, 9), (4, 4), (5, 2), (1, 0), (0, 6), (1, 1)]
+    rng = torch.Generator().manual_seed(3)
+    queries, keys = sum(m for m, _ in lens), sum(n for _, n in lens)
+    q = torch.randn(queries, 4, 16, generator=rng).to(dtype)
+    k, v = (torch.randn(keys, 2, dim, generator=rng).to(dtype) for dim in (16, 24))
+    starts = [
+        ints([0, *torch.tensor(column).cumsum(0).tolist()]) for column in zip(*lens, strict=True)
+    ]
+    out, lse = ops.ragged_attention(
+        q, k, v, *starts, causal=causal, kernels=kernels, return_lse=True
+    )
+    assert out.dtype == dtype
+    for request, (m, n) in enumerate(lens):
+        rows = slice(int(starts[0][request]), int(starts[0][request]) + m)
+        span = slice(int(starts[1][request]), int(starts[1][request]) + n)
+        mask = torch.ones(m, n, dtype=torch.bool)
+        if causal:
+            mask = mask.tril(n - m)
+        seen = mask.any(-1)
+        want = torch.nn.functional.scaled_dot_product_attention(
+            q[rows].double().transpose(0, 1),
+            k[span].double().transpose(0, 1).repeat_interleave(2, 0),
+            v[span].double().transpose(0, 1).repeat_interleave(2, 0),
+            attn_mask=mask,
+        ).transpose(0, 1)
+        assert_close(out[rows][seen], want[seen], BOUNDS[dtype])
+        assert (out[rows][~seen] == 0).all()
+        assert (lse[rows][~seen] == -math.inf).all()
+
+
+@each_kernel
+def test_ragged_attention_takes_what_paged_attention_takes(kernels):
+    """One request; a window, a cap and sinks, against the definition."""
+    layer = Layer(window=3, soft_cap=2.0, sinks=torch.tensor([0.5, -1.0]))
+    rng = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(count, 2, 16, generator=rng) for count in (4, 7, 7))
+    got = ops.ragged_attention(q, k, v, ints([0, 4]), ints([0, 7]), layer=layer, kernels=kernels)
+    params = pageant.plan.inputs.LayerParams(
+        score_scale=0.25, window=3, soft_cap=2.0, sinks=layer.sinks
+    )
+    mask = reference.visible(4, 7, causal=True, window=3, draft=None)
+    want, _ = reference.attend(q.double(), k.double(), v.double(), mask, params)
+    assert_close(got, want, 1e-5)
+
+
+@each_kernel
+def test_ragged_attention_without_anything(kernels):
+    nothing = torch.zeros(0, 2, 16)
+    out, lse = ops.ragged_attention(
+        nothing, nothing, nothing, ints([0]), ints([0]), kernels=kernels, return_lse=True
+    )
+    assert out.shape == (0, 2, 16)
+    assert lse.shape == (0, 2)
+    out = ops.ragged_attention(
+        torch.ones(2, 2, 16), nothing, nothing, ints([0, 2]), ints([0, 0]), kernels=kernels
+    )
+    assert (out == 0).all()
+
+
+@pytest.mark.parametrize("format", ["fp32", "bf16", "fp8_e4m3", "fp8_e5m2"])
+def test_write_then_attend(format):
+    """Pages of bytes for 8-bit formats: the format says how to read them."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(format, torch.uint8)
+    k_cache, v_cache = torch.zeros(3, 4, 1, 16, dtype=dtype), torch.zeros(3, 4, 1, 16, dtype=dtype)
+    v = torch.tensor([0.0, 1.0, 5.0])[:, None, None].expand(3, 1, 16)
+    slots = torch.tensor([11, 0, 1])
+    scales = (0.5, torch.tensor(2.0))
+    ops.write_pages(torch.ones(3, 1, 16), v, k_cache, v_cache, slots, format=format, scales=scales)
+    fmt = pageant.cache.formats.FORMATS[format]
+    want = 2.5 if fmt.quantized else 5.0
+    assert (v_cache[0, 1].view(fmt.element_dtype).float() == want).all()
+    layer = Layer(k_scale=0.5, v_scale=torch.tensor(2.0))
+    out = ops.paged_attention(
+        torch.zeros(1, 2, 16),
+        k_cache,
+        v_cache,
+        ints([0, 1]),
+        ints([6]),
+        ints([[2, 0]]),
+        layer=layer,
+        format=format,
+    )
+    # Keys 0 to 2 were never written and are zero; then come 0, 1 and 5.
+    torch.testing.assert_close(out, torch.ones(1, 2, 16), rtol=1e-5, atol=0)
+
+
+def test_write_pages_is_the_attentions():
+    attn = pageant.Attention(
+        pageant.Shape(num_q_heads=2, num_kv_heads=2, head_dim=16, dtype=torch.float32),
+        pageant.CacheSpec(format="fp8", page_size=4),
+    )
+    kv = attn.new_cache(num_layers=2, num_pages=3)
+    rng = torch.Generator().manual_seed(1)
+    k, v = torch.randn(5, 2, 16, generator=rng), torch.randn(5, 2, 16, generator=rng)
+    batch = pageant.Batch.from_lengths([2, 3], [6, 3], [[1, 2], [0]], 4)
+    attn.write(attn.plan(batch), kv[0], k, v, Layer(k_scale=0.1, v_scale=0.2))
+    ops.write_pages(k, v, kv[1].k, kv[1].v, batch.slot_mapping, format="fp8", scales=(0.1, 0.2))
+    for one, other in ((kv[0].k, kv[1].k), (kv[0].v, kv[1].v)):
+        assert one.view(torch.uint8).any()
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_no_kernel_by_that_name():
+    with pytest.raises(ArgumentError) as caught:
+        ops.paged_attention(
+            torch.zeros(1, 1, 16),
+            torch.zeros(1, 4, 1, 16),
+            torch.zeros(1, 4, 1, 16),
+            ints([0, 1]),
+            ints([1]),
+            ints([[0]]),
+            kernels="magic",
+        )
+    assert caught.value.argument == "kernels"
+
+
+STATES = st.tuples(st.integers(1, 5), st.integers(0, 4), st.integers(1, 3), st.integers(0, 2**20))
+
+
+@given(STATES, st.booleans(), st.sampled_from(tuple(BOUNDS)))
+def test_merge_equals_the_reference(sizes, with_sinks, dtype):
+    """Any number of parts, some rows of them empty, lse far apart."""
+    parts, rows, heads, seed = sizes
+    rng = torch.Generator().manual_seed(seed)
+    outs = [torch.randn(rows, heads, 16, generator=rng).to(dtype) for _ in range(parts)]
+    spread = 2 if with_sinks else 20  # a sink far above every lse leaves less than float16 holds
+    lses = [torch.randn(rows, heads, generator=rng) * spread for _ in range(parts)]
+    for lse in lses:
+        lse[torch.rand(rows, heads, generator=rng) < 0.3] = -math.inf
+        lse[torch.rand(rows, heads, generator=rng) < 0.1] = math.inf
+    sinks = torch.randn(heads, generator=rng) * 2 if with_sinks else None
+    out, lse = ops.merge_states(outs, lses, sinks)
+    want_out, want_lse = reference.merge_states(outs, lses, sinks)
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
+    assert_close(out, want_out, BOUNDS[dtype])
+    assert_close(lse, want_lse, 1e-5)
+
+
+@each_dtype
+def test_merge_by_hand(dtype):
+    """Weights 1 and 3 of a whole of 4; then a sink of ln 4 halves the output, not the lse."""
+    outs = [torch.full((1, 1, 2), 8.0, dtype=dtype), torch.full((1, 1, 2), 4.0, dtype=dtype)]
+    lses = [torch.zeros(1, 1), torch.full((1, 1), math.log(3))]
+    for sinks, want in ((None, 5.0), (torch.tensor([math.log(4)]), 2.5)):
+        out, lse = ops.merge_states(outs, lses, sinks)
+        torch.testing.assert_close(out.float(), torch.full((1, 1, 2), want), rtol=1e-6, atol=0)
+        torch.testing.assert_close(lse, torch.full((1, 1), math.log(4)), rtol=1e-6, atol=0)
+
+
+def test_merging_splits_of_one_attention_is_the_attention():
+    rng = torch.Generator().manual_seed(9)
+    q, k, v = (torch.randn(count, 2, 16, generator=rng) for count in (2, 40, 40))
+    sinks = torch.tensor([0.3, 2.0])
+
+    def part(first, last, layer=None):
+        return ops.ragged_attention(
+            q,
+            k[first:last],
+            v[first:last],
+            ints([0, 2]),
+            ints([0, last - first]),
+            layer=layer,
+            causal=False,
+            return_lse=True,
+        )
+
+    want, want_lse = part(0, 40, Layer(sinks=sinks))
+    pieces = [part(first, last) for first, last in ((0, 1), (1, 7), (7, 7), (7, 40))]
+    out, lse = ops.merge_states(*zip(*pieces, strict=True), sinks=sinks)
+    assert_close(out, want, 1e-5)
+    assert_close(lse, want_lse, 1e-5)
