@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-inp
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types structure quick gpu format clean distclean
+.PHONY: help setup demo test mutants check lint types structure quick gpu format clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ demo: setup ## generate text for eight prompts at once
 
 test: setup ## run the tests that need no GPU
 	@$(PYTEST) tests -m "not gpu"
+
+mutants: setup ## see that the tests catch every seeded fault
+	@$(BIN)/python tools/mutants.py
 
 gpu: setup ## run the tests that need a CUDA device
 	@$(PYTEST) tests -m gpu

@@ -15,7 +15,13 @@ from pageant.kernels.cpu.write_pages import write_pages
 from pageant.kernels.launch import launch
 from pageant.plan.batch import Batch
 from pageant.plan.build import Plan, Planner
-from pageant.plan.inputs import check_cache, check_new_rows, check_query_rows, resolve_layer
+from pageant.plan.inputs import (
+    check_cache,
+    check_new_rows,
+    check_query_rows,
+    check_scale,
+    resolve_layer,
+)
 from pageant.select.explain import Explanation, explain
 from pageant.select.validate import check_limits
 from pageant.types import (
@@ -187,6 +193,8 @@ class Attention:
             last = cache.num_pages * cache.page_size - 1
             raise bad("batch.slot_mapping", index.largest_slot, f"slots up to {last}")
         check_new_rows(k, v, self.shape, index.num_tokens, self.device)
+        check_scale("layer.k_scale", layer.k_scale)
+        check_scale("layer.v_scale", layer.v_scale)
         if not layer.shares_cache:
             write_pages(k, v, cache, index, (layer.k_scale, layer.v_scale))
 

@@ -107,6 +107,98 @@ MUTANTS = (
         "self.inspect(plan.batch)",
         ("tests/plan",),
     ),
+    Mutant(
+        "prefill: window one key too wide",
+        "kernels/cpu/prefill.py",
+        "seen & (key > position - window)",
+        "seen & (key >= position - window)",
+    ),
+    Mutant(
+        "prefill: causal corner off by one",
+        "kernels/cpu/prefill.py",
+        "seen = key <= position",
+        "seen = key <= position - 1",
+    ),
+    Mutant(
+        "prefill: causal square starts one key late",
+        "kernels/cpu/prefill.py",
+        "triu_(low + 1)",
+        "triu_(low + 2)",
+    ),
+    Mutant(
+        "prefill: soft cap dropped",
+        "kernels/cpu/prefill.py",
+        "if params.soft_cap is None:",
+        "if True:",
+    ),
+    Mutant(
+        "prefill: slopes count from the first key",
+        "kernels/cpu/prefill.py",
+        "(torch.arange(*bounds) - position)",
+        "(torch.arange(*bounds) - 0 * position)",
+    ),
+    Mutant(
+        "prefill: sink enters twice",
+        "kernels/cpu/prefill.py",
+        "torch.sigmoid(lse - params.sinks)",
+        "torch.sigmoid(lse - params.sinks - 0.6931472)",
+    ),
+    Mutant(
+        "prefill: keys hidden by drafts are not zeroed",
+        "kernels/cpu/prefill.py",
+        "if seen is not None and span.draft is not None:",
+        "if False:",
+    ),
+    Mutant(
+        "decode: soft cap dropped",
+        "kernels/cpu/decode.py",
+        "if cap > 0:",
+        "if cap < 0:",
+    ),
+    Mutant(
+        "decode: window one key too wide",
+        "kernels/cpu/decode.py",
+        "first = max(position + i - window + 1 - tile, 0)",
+        "first = max(position + i - window - tile, 0)",
+    ),
+    Mutant(
+        "decode: causal corner top left",
+        "kernels/cpu/decode.py",
+        "position = first_new + begin",
+        "position = begin",
+    ),
+    Mutant(
+        "decode: a partial result holds the sink already",
+        "kernels/cpu/decode.py",
+        "                    sink = _HIDDEN\n",
+        "                    sink = sinks[head] if sinks.size > 0 else _HIDDEN\n",
+    ),
+    Mutant(
+        "decode: the draft mask's column is off",
+        "kernels/cpu/decode.py",
+        "tile - first_new, hidden",
+        "tile - first_new + 1, hidden",
+    ),
+    Mutant(
+        "decode: key and value strides swapped",
+        "kernels/cpu/decode.py",
+        "(heads, page_size, table_stride, window, heads_inside, *k_strides, *v_strides)",
+        "(heads, page_size, table_stride, window, heads_inside, *v_strides, *k_strides)",
+    ),
+    Mutant(
+        "merge: an lse of +inf counts",
+        "kernels/cpu/merge.py",
+        "lse = lse.masked_fill(lse == torch.inf, -torch.inf)",
+        "pass",
+        ("tests/reports/test_r01.py", "tests/kernels/cpu/test_merge.py"),
+    ),
+    Mutant(
+        "pages: a negative id is not refused",
+        "plan/pages.py",
+        "if ids[lowest] < 0:",
+        "if False:",
+        ("tests/plan",),
+    ),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -104,8 +105,8 @@ def resolve_layer(
             raise bad(f"layer.{name}", "given", f"None, unless Features({name}=True) is declared")
     if layer.alibi_slopes is not None and not features.alibi:
         raise bad("layer.alibi_slopes", "given", "None, unless Features(alibi=True) is declared")
-    if layer.soft_cap is not None and not layer.soft_cap > 0:
-        raise bad("layer.soft_cap", layer.soft_cap, "a number above 0, or None")
+    if layer.soft_cap is not None and not 0 < layer.soft_cap < math.inf:
+        raise bad("layer.soft_cap", layer.soft_cap, "a finite number above 0, or None")
     for name in ("sinks", "alibi_slopes"):
         _check_per_head(name, getattr(layer, name), shape.num_q_heads)
     score = shape.head_dim**-0.5 if layer.scale is None else layer.scale
@@ -131,9 +132,16 @@ def _check_per_head(name: str, x: torch.Tensor | None, num_q_heads: int) -> None
     if not isinstance(x, torch.Tensor) or x.dtype != torch.float32 or x.shape != (num_q_heads,):
         have = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else x
         raise bad(f"layer.{name}", have, f"a float32 tensor [{num_q_heads}], one a query head")
+    if x.requires_grad:
+        raise bad(f"layer.{name}", "a tensor that requires grad", "one that does not: detach it")
+
+
+def check_scale(name: str, scale: Scalar) -> None:
+    """Raise unless the scale is one number."""
+    if isinstance(scale, torch.Tensor) and scale.numel() != 1:
+        raise bad(name, list(scale.shape), "a float, or a tensor of one element")
 
 
 def _number(name: str, scale: Scalar) -> float:
-    if isinstance(scale, torch.Tensor) and scale.numel() != 1:
-        raise bad(name, list(scale.shape), "a float, or a tensor of one element")
+    check_scale(name, scale)
     return float(scale)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pageant import ArgumentError
@@ -30,6 +30,7 @@ def small(order):
 
 
 @each_layout
+@settings(max_examples=50)
 @given(st.data())
 def test_offset_and_position_undo_each_other(order, data):
     layout = data.draw(layouts(order))

@@ -76,8 +76,11 @@ def test_all_parameters_layer_by_layer(kernels, phase, dtype):
     q = torch.randn(step.batch.num_tokens, 2, 64, generator=rng).to(dtype)
     plan = step.plan()
     starts, lens = step.batch.query_start_loc.tolist(), step.batch.seq_lens.tolist()
-    for layer in (*LAYERS, *reversed(LAYERS)):
-        out, lse = step.attn.run(plan, q, step.cache, layer, return_lse=True)
+    first = [step.attn.run(plan, q, step.cache, layer, return_lse=True) for layer in LAYERS]
+    for layer, (out, lse) in reversed(list(zip(LAYERS, first, strict=True))):
+        again, lse_again = step.attn.run(plan, q, step.cache, layer, return_lse=True)
+        assert torch.equal(again, out)
+        assert torch.equal(lse_again, lse)
         params = LayerParams(
             score_scale=64**-0.5 if layer.scale is None else layer.scale,
             window=layer.window,

@@ -8,15 +8,18 @@ import torch
 
 import pageant
 from tests.inputs import BOUNDS, Case, assert_close, build
-from tests.reports.scene import each_kernel
 
 SIZES = (16, 24, 40, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 512)
 
 
-@each_kernel
 @pytest.mark.parametrize("dim", SIZES)
 @pytest.mark.parametrize(
-    ("dtype", "format"), [(torch.float32, "fp8_e4m3"), (torch.bfloat16, "bf16")]
+    ("kernels", "dtype", "format"),
+    [
+        ("reference", torch.float32, "fp8_e4m3"),
+        ("auto", torch.float32, "fp8_e4m3"),
+        ("auto", torch.bfloat16, "bf16"),
+    ],
 )
 def test_every_head_size(kernels, dim, dtype, format):
     for lengths, speculative in (((1, 37), (7, 20)), 6), (((7, 33), (1, 18)), 0):

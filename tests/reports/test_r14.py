@@ -15,8 +15,7 @@ GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 64)
 
 @each_kernel
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("kv_heads", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("kv_heads", "dtype"), [(1, torch.float32), (3, torch.float16)])
 def test_every_group(kernels, group, kv_heads, dtype):
     for lengths, speculative in (((1, 21), (3, 9)), 0), (((1, 21), (3, 9)), 2):
         case = Case(

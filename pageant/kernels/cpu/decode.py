@@ -329,10 +329,15 @@ def _walk(  # budget: what a call holds, unpacked for compiled code
                             seen = True
                 k_at[c] = v_at[c] = -1
                 if seen:
-                    page, row = np.int64(table[request * table_stride + key // page_size]), key % page_size
+                    page, row = (
+                        np.int64(table[request * table_stride + key // page_size]),
+                        key % page_size,
+                    )
                     k_at[c] = page * k_page + row * k_token
                     v_at[c] = page * v_page + row * v_token
-            _score(k, k_at, blocks, heads, heads_inside, k_head, size, coding, k_block, queries, scores)
+            _score(
+                k, k_at, blocks, heads, heads_inside, k_head, size, coding, k_block, queries, scores
+            )
             for i in range(rows):
                 first = max(position + i - window + 1 - tile, 0)
                 last = min(count, count if ahead else position + i + 1 - tile)
@@ -353,7 +358,9 @@ def _walk(  # budget: what a call holds, unpacked for compiled code
                         for d in range(acc.shape[1]):
                             acc[r, d] *= shrink
                     total[r] += added
-            _weigh(v, v_at, blocks, heads, heads_inside, v_head, v_size, coding, v_block, scores, acc)
+            _weigh(
+                v, v_at, blocks, heads, heads_inside, v_head, v_size, coding, v_block, scores, acc
+            )
 
         for i in range(rows):
             for head in range(q_heads):
@@ -389,7 +396,9 @@ def _merge(groups, first_token, partial_out, partial_lse, sinks, out, lse):
                     for d in range(len(acc)):
                         acc[d] += weight * part[d]
                 sink = sinks[head] if sinks.size > 0 else _HIDDEN
-                lse[token + i, head] = _finish(acc, total, peak, _f32(1), sink, out[token + i, head])
+                lse[token + i, head] = _finish(
+                    acc, total, peak, _f32(1), sink, out[token + i, head]
+                )
 
 
 def run(call: AttentionCall) -> None:
