@@ -6,6 +6,9 @@ MADE := .venv/.made
 CHOSEN := $(shell cat $(MADE) 2>/dev/null)
 TORCH ?= $(or $(CHOSEN),torch==2.13.0)
 
+# Waiting OpenMP threads sleep: spinning ones starve others where processors are shared or few.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
 PYTEST := $(BIN)/python -m pytest

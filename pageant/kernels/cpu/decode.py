@@ -7,26 +7,24 @@ For row i of a request with m new tokens and n keys, at position p = n - m + i, 
 
 An item of the work list is one request's rows and a range of its keys. Keys go by in tiles of
 KEY_TILE: the scores of every head, the softmax, then the values. Within a tile, BLOCK rows of K (or
-V) at a time are widened into a float32 buffer and used by all rows that share the head, so the cache
-is read once whatever the group. Blocks follow memory: heads inside tokens where a token's heads lie
-together, tokens inside heads otherwise. An item that is a part of a request leaves a normalised part
-and its lse in the workspace; `_merge` folds the parts in ascending order. The sink enters once, when
-a row is finished.
+V) at a time are widened into a float32 buffer and used by all rows that share the head, so the
+cache is read once whatever the group. Blocks follow memory, heads inside tokens where a token's
+heads lie together and tokens inside heads otherwise, and are asked for AHEAD of their use. An item
+that is a part of a request leaves a normalised part and its lse in the workspace; `_merge` folds
+the parts in ascending order. The sink enters once, when a row is finished.
 
 Layout: a cache is a flat array of its storage type and 64-bit strides, so all strides work and only
 three variants are compiled: uint8, uint16 and float32 storage. Everything compiled is in this file:
 numba's cache on disk notices no change in another.
 
-Limits: unit content stride; element formats that are floats without stored scales; a work list names
-consecutive requests.
+Limits: unit content stride; element formats that are floats without stored scales; a work list
+names consecutive requests.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import os
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
@@ -40,32 +38,38 @@ from numba.np import arrayobj
 
 from pageant.cache.formats import Format
 from pageant.kernels.call import AttentionCall
+from pageant.kernels.cpu.arrays import Array, as_float32, copy, flat, float32_rows
+from pageant.kernels.cpu.threads import run_shares
 from pageant.plan.work import KEY_BEGIN, KEY_END, PARTIAL, QUERY_BEGIN, QUERY_END, REQUEST
-
-Array = np.ndarray[Any, Any]
 
 KEY_TILE = 64  # keys of one softmax step
 BLOCK = 4  # rows of K or V widened together
 AHEAD = 2  # blocks of one head whose loading starts early
 LANES = 16  # buffers are padded to whole vectors of this many floats
 THREAD_READS = 1 << 20  # elements of K and V; with fewer, waking threads costs more than it brings
-SERIAL_COPY = 32767  # elements that torch copies without its threads
 UNBOUNDED = 1 << 62
-STORAGE = {1: torch.uint8, 2: torch.uint16, 4: torch.float32}
-PLAIN = (torch.float32, torch.int32)  # numpy has these
 NONE, NO_MASK = np.empty(0, np.float32), np.empty((0, 0), np.bool_)
 
 # Not nnan or ninf: -inf is the score of a hidden key, and a NaN that is seen must stay one.
-_OPTIONS = {
-    "nogil": True,
-    "cache": True,
-    "fastmath": {"reassoc", "contract", "arcp", "nsz"},
-    "error_model": "numpy",
-}
-_jit = numba.njit(**_OPTIONS)
-# For functions that neither allocate nor return arrays: counting references, which numba does with
-# atomics at every view and call, took two thirds of the time.
-_inline = numba.njit(forceinline=True, _nrt=False, **_OPTIONS)
+_FAST = {"reassoc", "contract", "arcp", "nsz"}
+_OPTIONS = {"nogil": True, "fastmath": _FAST, "error_model": "numpy"}
+
+
+def _jit(function: Any, **options: Any) -> Any:
+    """Compile when first called, and keep the code on disk where there is a place for it."""
+    try:
+        return numba.njit(cache=True, **_OPTIONS, **options)(function)
+    except RuntimeError:  # numba found no folder it may write to
+        return numba.njit(**_OPTIONS, **options)(function)
+
+
+def _inline(function: Any) -> Any:
+    """For functions that neither allocate nor return arrays: no counting of references.
+
+    Numba counts with atomics at every view and call, which took two thirds of the time.
+    """
+    return _jit(function, forceinline=True, _nrt=False)
+
 
 _f32, _u32 = np.float32, np.uint32
 _LOG2_E, _LN_2 = _f32(1.4426950408889634), _f32(0.6931471805599453)
@@ -158,12 +162,20 @@ def _prefetch(context, array, index):
 
 
 @_inline
-def _fetch_block(source, places, i, blocks, heads, heads_inside, head_stride, size):
+def _step(i, steps):
+    """First key and head of the i-th block in memory; steps: (blocks, heads, heads inside)."""
+    blocks, heads, heads_inside = steps
+    block, head = (i // heads, i % heads) if heads_inside else (i % blocks, i // blocks)
+    return block * BLOCK, head
+
+
+@_inline
+def _fetch_block(source, places, i, steps, head_stride, size):
     """Start loading the rows that step i will widen: a processor does not guess jumps of pages."""
-    if i < blocks * heads:
-        at, head = (i // heads, i % heads) if heads_inside else (i % blocks, i // blocks)
+    if i < steps[0] * steps[1]:
+        at, head = _step(i, steps)
         for b in range(BLOCK):
-            place = places[at * BLOCK + b]
+            place = places[at + b]
             if place >= 0:
                 for d in range(0, size, 64 // source.itemsize):
                     _prefetch(source, place + head * head_stride + d)
@@ -171,7 +183,7 @@ def _fetch_block(source, places, i, blocks, heads, heads_inside, head_stride, si
 
 @_inline
 def _widen_block(source, places, first, head_offset, size, coding, block):
-    """BLOCK rows of one head into `block` [BLOCK, padded]; a row at place -1 is seen by nobody: 0."""
+    """BLOCK rows of one head into `block` [BLOCK, padded]; place -1 is a key nobody sees: 0."""
     for b in range(BLOCK):
         at = places[first + b]
         if at < 0:
@@ -182,13 +194,13 @@ def _widen_block(source, places, first, head_offset, size, coding, block):
 
 
 @_inline
-def _score(k, places, blocks, heads, heads_inside, head_stride, size, coding, block, q, scores):
+def _score(k, places, steps, head_stride, size, coding, block, q, scores):
     """scores [rows, KEY_TILE] = q [rows, padded] . each key of the tile; rows in order of heads."""
+    blocks, heads, _ = steps
     rows, padded = len(q) // heads, block.shape[1]
     for i in range(blocks * heads):
-        at, head = (i // heads, i % heads) if heads_inside else (i % blocks, i // blocks)
-        at *= BLOCK
-        _fetch_block(k, places, i + AHEAD, blocks, heads, heads_inside, head_stride, size)
+        at, head = _step(i, steps)
+        _fetch_block(k, places, i + AHEAD, steps, head_stride, size)
         _widen_block(k, places, at, head * head_stride, size, coding, block)
         for r in range(head * rows, head * rows + rows):
             s0, s1, s2, s3 = _f32(0), _f32(0), _f32(0), _f32(0)
@@ -203,13 +215,13 @@ def _score(k, places, blocks, heads, heads_inside, head_stride, size, coding, bl
 
 
 @_inline
-def _weigh(v, places, blocks, heads, heads_inside, head_stride, size, coding, block, weights, acc):
+def _weigh(v, places, steps, head_stride, size, coding, block, weights, acc):
     """acc [rows, padded] += weights [rows, KEY_TILE] times each value of the tile."""
+    blocks, heads, _ = steps
     rows, padded = len(acc) // heads, block.shape[1]
     for i in range(blocks * heads):
-        at, head = (i // heads, i % heads) if heads_inside else (i % blocks, i // blocks)
-        at *= BLOCK
-        _fetch_block(v, places, i + AHEAD, blocks, heads, heads_inside, head_stride, size)
+        at, head = _step(i, steps)
+        _fetch_block(v, places, i + AHEAD, steps, head_stride, size)
         _widen_block(v, places, at, head * head_stride, size, coding, block)
         for r in range(head * rows, head * rows + rows):
             w0, w1 = weights[r, at], weights[r, at + 1]
@@ -222,7 +234,7 @@ def _weigh(v, places, blocks, heads, heads_inside, head_stride, size, coding, bl
 
 @_inline
 def _soften(s, first, last, distance, cap, slope, hidden, fold, peak):
-    """Scores s [KEY_TILE] of one row become weights e^(s - peak); returns the new peak and their sum.
+    """Scores s [KEY_TILE] of one row become weights e^(s - peak); returns peak and their sum.
 
     Keys first to last of the tile are seen, except where `hidden`; `distance` is j - p of key 0.
     """
@@ -260,7 +272,7 @@ def _finish(acc, total, peak, factor, sink, out):
     if total == 0:
         out[:] = _f32(0)
         return _HIDDEN
-    whole = total + math.exp(sink - peak)
+    whole = total + math.exp(np.float64(sink) - peak)
     scale = factor / whole
     for d in range(len(out)):
         out[d] = acc[d] * scale
@@ -272,6 +284,12 @@ def _hide(mask, row, column, hidden):
     """hidden [KEY_TILE]: keys of the tile a draft row's mask refuses; key 0 is column `column`."""
     for c in range(KEY_TILE):
         hidden[c] = 0 <= column + c < mask.shape[1] and not mask[row, column + c]
+
+
+@_inline
+def _row(i, head, rows, group):
+    """Where row i of a query head stands in buffers: the rows of one kv head lie together."""
+    return (head // group * rows + i) * group + head % group
 
 
 @_jit
@@ -311,7 +329,7 @@ def _walk(  # budget: what a call holds, unpacked for compiled code
         peak, total = np.full(total_rows, _HIDDEN), np.zeros(total_rows, _f32)
         for head in range(q_heads):
             for i in range(rows):
-                r = (head // group * rows + i) * group + head % group
+                r = _row(i, head, rows, group)
                 for d in range(size):
                     queries[r, d] = q[token + i, head, d] * numbers[0]
 
@@ -329,15 +347,12 @@ def _walk(  # budget: what a call holds, unpacked for compiled code
                             seen = True
                 k_at[c] = v_at[c] = -1
                 if seen:
-                    page, row = (
-                        np.int64(table[request * table_stride + key // page_size]),
-                        key % page_size,
-                    )
+                    row = key % page_size
+                    page = np.int64(table[request * table_stride + key // page_size])
                     k_at[c] = page * k_page + row * k_token
                     v_at[c] = page * v_page + row * v_token
-            _score(
-                k, k_at, blocks, heads, heads_inside, k_head, size, coding, k_block, queries, scores
-            )
+            steps = (blocks, heads, heads_inside)
+            _score(k, k_at, steps, k_head, size, coding, k_block, queries, scores)
             for i in range(rows):
                 first = max(position + i - window + 1 - tile, 0)
                 last = min(count, count if ahead else position + i + 1 - tile)
@@ -345,7 +360,7 @@ def _walk(  # budget: what a call holds, unpacked for compiled code
                 if masked:
                     _hide(mask, token + i, tile - first_new, hidden)
                 for head in range(q_heads):
-                    r = (head // group * rows + i) * group + head % group
+                    r = _row(i, head, rows, group)
                     slope = slopes[head] if slopes.size > 0 else _f32(0)
                     old = peak[r]
                     peak[r], added = _soften(
@@ -358,13 +373,11 @@ def _walk(  # budget: what a call holds, unpacked for compiled code
                         for d in range(acc.shape[1]):
                             acc[r, d] *= shrink
                     total[r] += added
-            _weigh(
-                v, v_at, blocks, heads, heads_inside, v_head, v_size, coding, v_block, scores, acc
-            )
+            _weigh(v, v_at, steps, v_head, v_size, coding, v_block, scores, acc)
 
         for i in range(rows):
             for head in range(q_heads):
-                r = (head // group * rows + i) * group + head % group
+                r = _row(i, head, rows, group)
                 if partial < 0:
                     sink = sinks[head] if sinks.size > 0 else _HIDDEN
                     row, row_lse = out[token + i], lse[token + i]
@@ -376,7 +389,7 @@ def _walk(  # budget: what a call holds, unpacked for compiled code
 
 @_jit
 def _merge(groups, first_token, partial_out, partial_lse, sinks, out, lse):
-    """Fold each request's parts left to right: out = sum_s e^(lse_s - max) out_s / sum_s e^(lse_s - max)."""
+    """Fold each request's parts s: out = sum e^(lse_s - max) out_s / sum e^(lse_s - max)."""
     for index in range(len(groups)):
         request, slot, parts = groups[index, 0], groups[index, 1], groups[index, 2]
         token = first_token[request]
@@ -396,9 +409,8 @@ def _merge(groups, first_token, partial_out, partial_lse, sinks, out, lse):
                     for d in range(len(acc)):
                         acc[d] += weight * part[d]
                 sink = sinks[head] if sinks.size > 0 else _HIDDEN
-                lse[token + i, head] = _finish(
-                    acc, total, peak, _f32(1), sink, out[token + i, head]
-                )
+                row = out[token + i, head]
+                lse[token + i, head] = _finish(acc, total, peak, _f32(1), sink, row)
 
 
 def run(call: AttentionCall) -> None:
@@ -410,38 +422,36 @@ def run(call: AttentionCall) -> None:
     first_token = call.query_start_loc.numpy()
     first, last = work.items[0, REQUEST], work.items[num_items - 1, REQUEST] + 1
     tokens = slice(int(first_token[first]), int(first_token[last]))
-    out, lse = _float32_rows(call.out, tokens.stop), _lse_rows(call, tokens.stop)
+    out = float32_rows(call.out, tokens.stop)
+    wanted = torch.empty(out.shape[:2]) if call.lse is None else call.lse
+    lse = float32_rows(wanted, tokens.stop)
     constants, sinks = _constants(call, tokens.stop)
     results = (sinks, out.numpy(), lse.numpy())
     parts = (call.workspace.partial_out.numpy(), call.workspace.partial_lse.numpy())
-    shares = _shares(call, num_items)
-    waiting = [_pool().submit(_walk, items, *constants, *results, *parts) for items in shares[1:]]
-    _walk(shares[0], *constants, *results, *parts)
-    for share in waiting:
-        share.result()
+    shares = _shares(call, work.items[:num_items])
+    run_shares(_walk, shares, *constants, *results, *parts)
     if num_groups:
         _merge(work.groups[:num_groups], first_token, *parts, *results)
     if out is not call.out:
-        _copy(call.out[tokens], out[tokens])
-    if call.lse is not None and lse is not call.lse:
-        _copy(call.lse[tokens], lse[tokens])
+        copy(call.out[tokens], out[tokens])
+    if lse is not wanted:
+        copy(wanted[tokens], lse[tokens])
 
 
 def _constants(call: AttentionCall, num_tokens: int) -> tuple[tuple[Any, ...], Array]:
     """What `_walk` reads, from first_token to slopes; and the sinks."""
     params, cache, mask = call.params, call.cache, call.draft_mask
-    num_requests = len(call.key_lens)
-    causal = call.causal
+    requests, causal = len(call.key_lens), call.causal
     constants = (
         call.query_start_loc.numpy(),
         call.key_lens.numpy(),
-        _flat(call.page_table),
+        flat(call.page_table),
         _geometry(call),
-        _flat(cache.k),
-        _flat(cache.v),
+        flat(cache.k),
+        flat(cache.v),
         _coding(cache.format),
-        _queries(call.q[:num_tokens]).numpy(),
-        np.full(num_requests, causal) if isinstance(causal, bool) else causal.contiguous().numpy(),
+        as_float32(call.q[:num_tokens]).numpy(),
+        np.full(requests, causal) if isinstance(causal, bool) else causal.contiguous().numpy(),
         NO_MASK if mask is None else mask.contiguous().numpy(),
         np.array((params.score_scale, params.value_scale, params.soft_cap or 0.0), np.float32),
         NONE if params.alibi_slopes is None else params.alibi_slopes.contiguous().numpy(),
@@ -462,18 +472,6 @@ def _geometry(call: AttentionCall) -> Array:
     )
 
 
-def _flat(view: torch.Tensor) -> Array:
-    """From the first element of a strided view to its last, as one array of its storage type."""
-    if view.numel() == 0:
-        size = 0
-    else:
-        size = 1 + sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
-    if view.dtype not in PLAIN:
-        view = view.view(STORAGE[view.element_size()])
-    flat: Array = view.as_strided((size,), (1,)).numpy()
-    return flat
-
-
 @lru_cache
 def _coding(fmt: Format) -> Array:
     """uint32 (shift, rebias, top): how `_widen` reads the format.
@@ -490,54 +488,11 @@ def _coding(fmt: Format) -> Array:
     return np.array((shift, rebias, largest + (1 << shift)), np.uint32)
 
 
-def _float32_rows(out: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """`out` itself if compiled code can write it, else room for what is copied there afterwards."""
-    if out.dtype == torch.float32 and out.is_contiguous():
-        return out
-    return torch.empty(num_tokens, *out.shape[1:], dtype=torch.float32)
-
-
-def _queries(q: torch.Tensor) -> torch.Tensor:
-    if q.dtype == torch.float32 and q.is_contiguous():
-        return q
-    queries = torch.empty(q.shape, dtype=torch.float32)
-    _copy(queries, q)
-    return queries
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """target[:] = source, in pieces that torch copies in this thread.
-
-    It shares larger ones among threads that then spin for a while, on the cores our own are to use.
-    """
-    rows = max(1, SERIAL_COPY // max(1, source[:1].numel()))
-    for into, piece in zip(target.split(rows), source.split(rows), strict=True):
-        into.copy_(piece)
-
-
-def _lse_rows(call: AttentionCall, num_tokens: int) -> torch.Tensor:
-    if call.lse is None:
-        return torch.empty(num_tokens, call.out.shape[1])
-    return _float32_rows(call.lse, num_tokens)
-
-
-def _shares(call: AttentionCall, num_items: int) -> list[Array]:
+def _shares(call: AttentionCall, items: Array) -> list[Array]:
     """The items of each worker; one share where the work is too small to divide."""
-    items = call.work.items[:num_items]
     _, _, heads, size = call.cache.k.shape
     keys = int((items[:, KEY_END] - items[:, KEY_BEGIN]).sum())
     if keys * heads * (size + call.cache.v.shape[3]) < THREAD_READS:
         return [items]
     starts = call.work.share_start.tolist()
     return [items[a:b] for a, b in itertools.pairwise(starts) if a < b]
-
-
-@lru_cache
-def _pool() -> ThreadPoolExecutor:
-    """Threads for all shares but the caller's; all callers of the process share them."""
-    workers = max(torch.get_num_threads(), os.cpu_count() or 1)
-    return ThreadPoolExecutor(workers, thread_name_prefix="pageant-decode")
-
-
-if hasattr(os, "register_at_fork"):  # a fork has the pool, but none of its threads
-    os.register_at_fork(after_in_child=_pool.cache_clear)
