@@ -134,6 +134,8 @@ def wrap(
 
 
 def _element_view(name: str, tensor: torch.Tensor, fmt: Format) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise bad(name, tensor, f"a tensor of {fmt.element_dtype}")
     if tensor.dtype == fmt.element_dtype:
         return tensor
     if fmt.bits == 8 and tensor.dtype in (torch.uint8, torch.int8):

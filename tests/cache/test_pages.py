@@ -150,6 +150,7 @@ def good():
         ("v", lambda x: x.transpose(1, 3).contiguous().transpose(1, 3), "content stride"),
         ("v", lambda x: x.to("meta"), "meta"),
         ("k", lambda x: x.requires_grad_(), "grad"),
+        ("k", lambda x: None, "None"),
     ],
 )
 def test_wrap_refuses(name, change, said):
