@@ -101,12 +101,8 @@ class Attention:
         self.limits = limits or Limits()
         self.features = features or Features()
         self.options = options or Options()
-        try:
-            place = torch.device(device)
-        except (RuntimeError, TypeError):  # torch's words for a name it does not know
-            raise bad("device", device, "cpu, or a CUDA device of this machine") from None
-        found = Device.detect(place)
-        self.device = torch.empty(0, device=place).device  # "cuda" becomes "cuda:0"
+        found = Device.detect(device)
+        self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         self._explanation = explain(shape, self.cache, self.features, self.options, found)
         for verdict in (self._explanation.support, check_limits(self.limits)):
             if not verdict.ok:

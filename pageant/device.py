@@ -58,7 +58,10 @@ class Device:
     @classmethod
     def detect(cls, device: torch.device | str) -> Device:
         """The family and sizes of a device of this machine."""
-        device = torch.device(device)
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError):  # torch's words for a name it does not know
+            raise bad("device", device, "cpu, or a CUDA device of this machine") from None
         if device.type == "cpu":
             return _cpu()
         if device.type != "cuda" or torch.version.hip is not None:

@@ -752,6 +752,6 @@ def test_ops_are_the_same_attention(kernels, phase):
 
 @pytest.mark.parametrize("device", ["tpu", "sm90", 3.5, "cuda:99", "meta"])
 def test_a_device_that_is_none(device):
-    with pytest.raises(ArgumentError, match="^device is .*; allowed: cpu") as error:
+    with pytest.raises(ArgumentError, match=r"^device is .*; allowed: cpu") as error:
         pageant.Attention(pageant.Shape(num_q_heads=1, num_kv_heads=1, head_dim=16), device=device)
     assert error.value.argument == "device"

@@ -38,15 +38,14 @@ from numba.np import arrayobj
 
 from pageant.cache.formats import Format
 from pageant.kernels.call import AttentionCall
-from pageant.kernels.cpu.arrays import Array, as_float32, copy, flat, float32_rows
-from pageant.kernels.cpu.threads import run_shares
+from pageant.kernels.cpu.common import Array, as_float32, copy, flat, float32_rows, run_shares
 from pageant.plan.work import KEY_BEGIN, KEY_END, PARTIAL, QUERY_BEGIN, QUERY_END, REQUEST
 
 KEY_TILE = 64  # keys of one softmax step
 BLOCK = 4  # rows of K or V widened together
 AHEAD = 2  # blocks of one head whose loading starts early
 LANES = 16  # buffers are padded to whole vectors of this many floats
-THREAD_READS = 1 << 20  # elements of K and V; with fewer, waking threads costs more than it brings
+THREAD_READS = 1 << 22  # elements of K and V; below, torch threads still spinning eat the gain
 UNBOUNDED = 1 << 62
 NONE, NO_MASK = np.empty(0, np.float32), np.empty((0, 0), np.bool_)
 
@@ -63,7 +62,7 @@ def _jit(function: Any, **options: Any) -> Any:
         return numba.njit(**_OPTIONS, **options)(function)
 
 
-def _inline(function: Any) -> Any:
+def _lean_jit(function: Any) -> Any:
     """For functions that neither allocate nor return arrays: no counting of references.
 
     Numba counts with atomics at every view and call, which took two thirds of the time.
@@ -79,7 +78,7 @@ _ONE = _u32(1 << 23)  # the smallest float32 with a leading 1
 _INFINITY = _u32(0x7F800000)
 
 
-@_inline
+@_lean_jit
 def _exp(x):
     """e^x for x <= 88 to 2e-7, 0 below _LOWEST: 2^n e^r, |r| <= ln 2 / 2, e^r by its Taylor series.
 
@@ -101,7 +100,7 @@ def _exp(x):
     return x if x != x else y  # noqa: PLR0124
 
 
-@_inline
+@_lean_jit
 def _tanh(x):
     """tanh x to 3e-7: a continued fraction near 0, where 1 - 2 / (e^2x + 1) would cancel."""
     z = x * x
@@ -114,7 +113,7 @@ def _tanh(x):
     return near if size < _f32(0.6) else far
 
 
-@_inline
+@_lean_jit
 def _widen(source, at, size, coding, block, b):
     """Stored elements at, at + 1, … as float32 in row b of `block`; at and size are uint64.
 
@@ -146,7 +145,7 @@ def _widen(source, at, size, coding, block, b):
 
 
 @intrinsic
-def _prefetch(context, array, index):
+def _prefetch(context: Any, array: Any, index: Any) -> tuple[Any, Any]:
     """Ask for the cache line of array[index]."""
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -161,7 +160,7 @@ def _prefetch(context, array, index):
     return types.void(array, index), emit
 
 
-@_inline
+@_lean_jit
 def _step(i, steps):
     """First key and head of the i-th block in memory; steps: (blocks, heads, heads inside)."""
     blocks, heads, heads_inside = steps
@@ -169,7 +168,7 @@ def _step(i, steps):
     return block * BLOCK, head
 
 
-@_inline
+@_lean_jit
 def _fetch_block(source, places, i, steps, head_stride, size):
     """Start loading the rows that step i will widen: a processor does not guess jumps of pages."""
     if i < steps[0] * steps[1]:
@@ -181,7 +180,7 @@ def _fetch_block(source, places, i, steps, head_stride, size):
                     _prefetch(source, place + head * head_stride + d)
 
 
-@_inline
+@_lean_jit
 def _widen_block(source, places, first, head_offset, size, coding, block):
     """BLOCK rows of one head into `block` [BLOCK, padded]; place -1 is a key nobody sees: 0."""
     for b in range(BLOCK):
@@ -193,7 +192,7 @@ def _widen_block(source, places, first, head_offset, size, coding, block):
             _widen(source, np.uint64(at + head_offset), np.uint64(size), coding, block, b)
 
 
-@_inline
+@_lean_jit
 def _score(k, places, steps, head_stride, size, coding, block, q, scores):
     """scores [rows, KEY_TILE] = q [rows, padded] . each key of the tile; rows in order of heads."""
     blocks, heads, _ = steps
@@ -214,7 +213,7 @@ def _score(k, places, steps, head_stride, size, coding, block, q, scores):
             scores[r, at + 2], scores[r, at + 3] = s2, s3
 
 
-@_inline
+@_lean_jit
 def _weigh(v, places, steps, head_stride, size, coding, block, weights, acc):
     """acc [rows, padded] += weights [rows, KEY_TILE] times each value of the tile."""
     blocks, heads, _ = steps
@@ -232,7 +231,7 @@ def _weigh(v, places, steps, head_stride, size, coding, block, weights, acc):
                 )
 
 
-@_inline
+@_lean_jit
 def _soften(s, first, last, distance, cap, slope, hidden, fold, peak):
     """Scores s [KEY_TILE] of one row become weights e^(s - peak); returns peak and their sum.
 
@@ -266,7 +265,7 @@ def _soften(s, first, last, distance, cap, slope, hidden, fold, peak):
     return peak, total
 
 
-@_inline
+@_lean_jit
 def _finish(acc, total, peak, factor, sink, out):
     """Write one row, acc over its sum of weights, and return its lse (without the sink)."""
     if total == 0:
@@ -279,14 +278,14 @@ def _finish(acc, total, peak, factor, sink, out):
     return _f32(peak + math.log(total))
 
 
-@_inline
+@_lean_jit
 def _hide(mask, row, column, hidden):
     """hidden [KEY_TILE]: keys of the tile a draft row's mask refuses; key 0 is column `column`."""
     for c in range(KEY_TILE):
         hidden[c] = 0 <= column + c < mask.shape[1] and not mask[row, column + c]
 
 
-@_inline
+@_lean_jit
 def _row(i, head, rows, group):
     """Where row i of a query head stands in buffers: the rows of one kv head lie together."""
     return (head // group * rows + i) * group + head % group

@@ -1,0 +1,292 @@
+"""The decode kernel alone: bit patterns, work lists and threads that random cases do not reach."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pageant.cache.formats import FORMATS, resolve
+from pageant.cache.pages import LayerCache
+from pageant.cache.quantize import encode
+from pageant.kernels import reference
+from pageant.kernels.call import AttentionCall
+from pageant.kernels.cpu import decode
+from pageant.plan.buffers import Workspace
+from pageant.plan.inputs import LayerParams
+from pageant.plan.work import Lengths, WorkList, fill_decode
+from tests.inputs import BOUNDS, assert_close
+
+Pairs = list[tuple[int, int]]
+UNTOUCHED = 77.0
+HEADS = (6, 2)
+WORKERS = 3
+
+
+def make_call(
+    lengths: Pairs,
+    *,
+    dtype: torch.dtype = torch.float32,
+    format: str = "auto",
+    page_size: int = 16,
+    heads: tuple[int, int] = HEADS,
+    dims: tuple[int, int] = (32, 32),
+    causal: bool | torch.Tensor = True,
+    draft: torch.Tensor | None = None,
+    splits: int | None = None,
+    heads_inside: bool = True,
+    **params: Any,
+) -> AttentionCall:
+    """A call over random queries and pages in random order; outputs hold UNTOUCHED."""
+    rng = torch.Generator().manual_seed(len(lengths) + page_size)
+    fmt = resolve(format, dtype)
+    rows, keys = (np.array(column) for column in zip(*lengths, strict=True))
+    counts = -(-keys // page_size)
+    order = iter(torch.randperm(int(counts.sum()), generator=rng).tolist())
+    table = torch.full((len(lengths), max(int(counts.max()), 1)), 10**6, dtype=torch.int32)
+    for request, count in enumerate(counts):
+        table[request, :count] = torch.tensor([next(order) for _ in range(count)])
+    middle = (page_size, heads[1]) if heads_inside else (heads[1], page_size)
+    k, v = (
+        encode(torch.randn(int(counts.sum()), *middle, dim, generator=rng), fmt) for dim in dims
+    )
+    if not heads_inside:
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    tokens = int(rows.sum())
+    resolved = LayerParams(**{"score_scale": dims[0] ** -0.5, **params})
+    work = WorkList.empty(len(lengths) * (splits or 1) + WORKERS, WORKERS)
+    each = np.full(len(lengths), causal) if isinstance(causal, bool) else causal.numpy()
+    sees_all = ~each | (draft is not None)
+    fill_decode(work, Lengths(0, len(lengths), rows, keys, sees_all), resolved.window, splits)
+    parts = torch.full(
+        (len(lengths) * (splits or WORKERS) + 1, int(rows.max()), heads[0]), torch.nan
+    )
+    return AttentionCall(
+        q=torch.randn(tokens + 2, heads[0], dims[0], generator=rng).to(dtype),
+        cache=LayerCache(k, v, fmt),
+        out=torch.full((tokens + 2, heads[0], dims[1]), UNTOUCHED, dtype=dtype),
+        lse=torch.full((tokens + 2, heads[0]), UNTOUCHED),
+        query_start_loc=torch.tensor([0, *rows.cumsum()], dtype=torch.int32),
+        key_lens=torch.tensor(keys, dtype=torch.int32),
+        page_table=table,
+        causal=causal,
+        draft_mask=draft,
+        params=resolved,
+        work=work,
+        workspace=Workspace(parts.new_full((*parts.shape, dims[1]), torch.nan), parts),
+    )
+
+
+def fresh(call: AttentionCall) -> AttentionCall:
+    """The same call with outputs and partial results of its own."""
+    assert call.lse is not None
+    room = Workspace(
+        torch.full_like(call.workspace.partial_out, torch.nan),
+        torch.full_like(call.workspace.partial_lse, torch.nan),
+    )
+    out, lse = torch.full_like(call.out, UNTOUCHED), torch.full_like(call.lse, UNTOUCHED)
+    return replace(call, out=out, lse=lse, workspace=room)
+
+
+def check(call: AttentionCall) -> None:
+    """Run, and compare with the float64 reference; padding rows are left alone."""
+    decode.run(call)
+    assert call.lse is not None
+    exact = replace(call, out=call.out.double(), lse=call.lse.clone())
+    exact.out[:-2], exact.lse[:-2] = 0, 0
+    reference.run(exact)
+    bound = BOUNDS[call.out.dtype]
+    assert_close(call.out[:-2], exact.out[:-2], bound)
+    assert_close(call.lse[:-2], exact.lse[:-2], 1e-5)
+    assert (call.out[-2:] == UNTOUCHED).all()
+    assert (call.lse[-2:] == UNTOUCHED).all()
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "all": {"causal": False},
+    "window": {"window": 70},
+    "cap": {"soft_cap": 2.0, "score_scale": 1.0},
+    "high cap": {"soft_cap": 30.0, "score_scale": 1.0},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.2, 0.1, 0.05, 0.02, -0.1])},
+    "sinks": {"sinks": torch.tensor([-torch.inf, -2.0, 0.0, 1.0, 2.0, 9.0]), "value_scale": 3.0},
+    "negative scale": {"score_scale": -0.2},
+    "no scale": {"score_scale": 0.0},
+    "each its own": {"causal": torch.tensor([True, False, True, False, False]), "window": 9},
+}
+FEATURES["cap, alibi, window"] = FEATURES["cap"] | FEATURES["alibi"] | FEATURES["window"]
+
+
+@pytest.mark.parametrize("splits", [None, 1, 4])
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+def test_features_in_one_piece_and_in_parts(features: dict[str, Any], splits: int | None) -> None:
+    check(make_call([(1, 300), (4, 129), (0, 7), (5, 3), (2, 0)], splits=splits, **features))
+
+
+@pytest.mark.parametrize("heads_inside", [True, False])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_formats_and_unequal_head_sizes(
+    dtype: torch.dtype, format: str, heads_inside: bool
+) -> None:
+    for dims in ((48, 16), (16, 48)):
+        check(
+            make_call(
+                [(1, 130), (3, 40)],
+                dtype=dtype,
+                format=format,
+                dims=dims,
+                page_size=5,
+                heads_inside=heads_inside,
+                value_scale=0.5,
+            )
+        )
+
+
+def test_one_variant_is_compiled_a_storage_type() -> None:
+    for features in FEATURES.values():
+        decode.run(make_call([(1, 9)] * 5, **features))
+    decode.run(make_call([(2, 9)], draft=torch.ones(2, 3, dtype=torch.bool)))
+    assert len(decode._walk.signatures) <= 3
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2", "fp16", "bf16"])
+def test_every_bit_pattern_is_read_as_torch_reads_it(format: str) -> None:
+    fmt = FORMATS[format]
+    bits = {8: torch.uint8, 16: torch.int16}[fmt.bits]
+    codes = torch.arange(2**fmt.bits).to(bits).view(fmt.element_dtype)
+    requests = max(1, codes.numel() // 512)
+    call = make_call(
+        [(1, 1)] * requests,
+        format=format,
+        page_size=1,
+        heads=(1, 1),
+        dims=(16, codes.numel() // requests),
+    )
+    call.cache.v.view(bits)[:, 0, 0] = codes.view(bits).view(requests, -1)
+    decode.run(call)
+    want = codes.float().view(requests, -1)[call.page_table[:, 0].long()]
+    assert torch.equal(call.out[:-2, 0].nan_to_num(nan=0.5), want.nan_to_num(nan=0.5))
+    assert torch.equal(call.out[:-2, 0].isnan(), want.isnan())
+
+
+def test_exp_and_tanh() -> None:
+    x = np.concatenate([-np.geomspace(1e-7, 86.9, 4000), [0.0, 80.0]]).astype(np.float32)
+    got = np.array([decode._exp(each) for each in x])
+    assert np.abs(got / np.exp(x.astype(np.float64)) - 1).max() < 5e-7
+    assert decode._exp(np.float32(-np.inf)) == 0
+    assert np.isnan(decode._exp(np.float32(np.nan)))
+    x = np.concatenate([np.geomspace(1e-20, 100, 4000), [0.59999, 0.6, np.inf]]).astype(np.float32)
+    for sign in (1, -1):
+        got = np.array([decode._tanh(np.float32(sign * each)) for each in x])
+        assert np.abs(sign * got / np.tanh(x.astype(np.float64)) - 1).max() < 5e-7
+
+
+@pytest.mark.parametrize("splits", [None, 3])
+@pytest.mark.parametrize("window", [None, 12])
+def test_draft_masks_hide_poison(window: int | None, splits: int | None) -> None:
+    lengths = [(8, 80), (6, 6), (5, 3)]
+    draft = torch.rand(19, 8, generator=torch.Generator().manual_seed(0)) < 0.5
+    draft[2] = False
+    draft[:8, 3:7] = False
+    call = make_call(lengths, page_size=2, draft=draft, window=window, splits=splits)
+    slot = int(call.page_table[0, 75 // 2]), 75 % 2
+    call.cache.k[slot], call.cache.v[slot] = torch.nan, torch.inf
+    call.page_table[0, 76 // 2] = 10**6  # keys 76 and 77 are seen by nobody: no such page
+    decode.run(call)
+    got = call.out.clone(), call.lse
+    call.page_table[0, 76 // 2] = 0
+    check(fresh(call))
+    assert torch.equal(got[0], call.out)
+
+
+def test_a_score_of_minus_infinity_among_finite_ones() -> None:
+    call = make_call([(1, 100)], heads=(1, 1))
+    call.q.abs_()
+    for key in (0, 50, 99):
+        call.cache.k[int(call.page_table[0, key // 16]), key % 16] = -torch.inf
+    check(call)
+    assert torch.isfinite(call.out).all()
+
+
+def test_a_visible_nan_is_not_swallowed() -> None:
+    call = make_call([(1, 100)])
+    call.cache.k[int(call.page_table[0, 3]), 1, 0] = torch.nan
+    decode.run(call)
+    assert call.out[0, :3].isnan().all()
+    assert torch.isfinite(call.out[0, 3:]).all()
+
+
+def test_strided_and_shared_memory_gives_the_same_bits() -> None:
+    call = make_call([(1, 200), (2, 70)], dims=(32, 32))
+    decode.run(call)
+    k, v = call.cache.k, call.cache.v
+    both = torch.cat([k, v], dim=-1)
+    wide = torch.stack([k, v], dim=1)
+    inside = wide.transpose(2, 3).contiguous().transpose(2, 3)
+    for views in ((both[..., :32], both[..., 32:]), wide.unbind(1), inside.unbind(1)):
+        again = fresh(replace(call, cache=LayerCache(*views, call.cache.format)))
+        decode.run(again)
+        assert torch.equal(again.out, call.out)
+    fused = torch.empty(call.q.shape[0], 3, *call.q.shape[1:])
+    fused[:, 1] = call.q
+    spread = torch.empty(*call.page_table.shape, 2, dtype=torch.int32).transpose(1, 2).flatten(1)
+    table = spread[:, : call.page_table.shape[1]].copy_(call.page_table)
+    out = torch.full((*call.out.shape[:2], 40), UNTOUCHED)[..., :32]
+    decode.run(fresh(replace(call, q=fused[:, 1], page_table=table)))
+    decode.run(replace(call, q=fused[:, 1], page_table=table, out=out, lse=None))
+    assert torch.equal(out, call.out)
+
+
+def test_threads_and_concurrent_callers_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [make_call([(1, 700), (2, 900), (1, 300 + 40 * i)]) for i in range(4)]
+    for call in calls:
+        assert call.work.counts[1] > 0, "a request is cut between shares"
+        check(call)
+    monkeypatch.setattr(decode, "THREAD_READS", 0)
+
+    def again(call: AttentionCall) -> bool:
+        results = []
+        for _ in range(20):
+            results.append(fresh(call))
+            decode.run(results[-1])
+        return all(torch.equal(each.out, call.out) for each in results)
+
+    with ThreadPoolExecutor(4) as callers:
+        assert all(callers.map(again, calls))
+
+
+SPAWNED = """
+import torch
+from pageant.kernels.cpu import decode
+from tests.kernels.cpu.test_decode import make_call
+decode.THREAD_READS = 0
+call = make_call([(1, 700), (2, 900)])
+decode.run(call)
+torch.save(call.out, {path!r})
+"""
+
+
+def test_a_process_of_its_own_gives_the_same_bits(tmp_path: Any) -> None:
+    paths = [str(tmp_path / str(index)) for index in range(2)]
+    running = [
+        subprocess.Popen([sys.executable, "-c", SPAWNED.format(path=path)]) for path in paths
+    ]
+    call = make_call([(1, 700), (2, 900)])
+    decode.run(call)
+    for process, path in zip(running, paths, strict=True):
+        assert process.wait() == 0
+        assert torch.equal(torch.load(path), call.out)
+
+
+def test_empty_work_writes_nothing() -> None:
+    call = make_call([(1, 5)])
+    call.work.clear()
+    decode.run(call)
+    assert (call.out == UNTOUCHED).all()
