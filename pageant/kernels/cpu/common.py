@@ -7,7 +7,8 @@ callers at once, and torch's run torch only.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
@@ -63,25 +64,40 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         into.copy_(piece)
 
 
-def run_shares(function: Callable[..., Any], shares: Sequence[Any], *arguments: Any) -> None:
-    """function(share, *arguments) for every share: the first in this thread, the others beside it.
+def run_shares(
+    function: Callable[..., Any], shares: Iterable[Any], workers: int, *arguments: Any
+) -> None:
+    """function(share, *arguments) for every share, in this thread and workers - 1 beside it.
+
+    Whoever is free takes the next share: torch's threads may be spinning on any core.
 
     >>> done = []
-    >>> run_shares(lambda share, factor: done.append(share * factor), [1, 2, 3], 10)
+    >>> run_shares(lambda share, factor: done.append(share * factor), [1, 2, 3], 2, 10)
     >>> sorted(done)
     [10, 20, 30]
     """
-    waiting = [_pool().submit(function, share, *arguments) for share in shares[1:]]
+    waiting = deque(shares)
+
+    def work() -> None:
+        while True:
+            try:
+                share = waiting.popleft()
+            except IndexError:
+                return
+            function(share, *arguments)
+
+    helpers = [_pool().submit(work) for _ in range(min(workers, len(waiting)) - 1)]
     try:
-        function(shares[0], *arguments)
+        work()
     finally:
-        for other in waiting:
-            other.result()
+        for helper in helpers:
+            if not helper.cancel():  # it has begun
+                helper.result()
 
 
 @lru_cache
 def _pool() -> ThreadPoolExecutor:
-    """One for the process. Its tasks wait for nothing, so callers cannot block each other."""
+    """One for the process, made when first needed."""
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="pageant")
 
 

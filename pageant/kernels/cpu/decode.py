@@ -46,6 +46,7 @@ BLOCK = 4  # rows of K or V widened together
 AHEAD = 2  # blocks of one head whose loading starts early
 LANES = 16  # buffers are padded to whole vectors of this many floats
 THREAD_READS = 1 << 22  # elements of K and V; below, torch threads still spinning eat the gain
+PIECES = 4  # of the work, for each thread
 UNBOUNDED = 1 << 62
 NONE, NO_MASK = np.empty(0, np.float32), np.empty((0, 0), np.bool_)
 
@@ -427,8 +428,8 @@ def run(call: AttentionCall) -> None:
     constants, sinks = _constants(call, tokens.stop)
     results = (sinks, out.numpy(), lse.numpy())
     parts = (call.workspace.partial_out.numpy(), call.workspace.partial_lse.numpy())
-    shares = _shares(call, work.items[:num_items])
-    run_shares(_walk, shares, *constants, *results, *parts)
+    shares, workers = _shares(call, work.items[:num_items])
+    run_shares(_walk, shares, workers, *constants, *results, *parts)
     if num_groups:
         _merge(work.groups[:num_groups], first_token, *parts, *results)
     if out is not call.out:
@@ -439,8 +440,7 @@ def run(call: AttentionCall) -> None:
 
 def _constants(call: AttentionCall, num_tokens: int) -> tuple[tuple[Any, ...], Array]:
     """What `_walk` reads, from first_token to slopes; and the sinks."""
-    params, cache, mask = call.params, call.cache, call.draft_mask
-    requests, causal = len(call.key_lens), call.causal
+    params, cache, mask, causal = call.params, call.cache, call.draft_mask, call.causal
     constants = (
         call.query_start_loc.numpy(),
         call.key_lens.numpy(),
@@ -450,7 +450,7 @@ def _constants(call: AttentionCall, num_tokens: int) -> tuple[tuple[Any, ...], A
         flat(cache.v),
         _coding(cache.format),
         as_float32(call.q[:num_tokens]).numpy(),
-        np.full(requests, causal) if isinstance(causal, bool) else causal.contiguous().numpy(),
+        np.full(len(call.key_lens), causal) if isinstance(causal, bool) else causal.numpy(),
         NO_MASK if mask is None else mask.contiguous().numpy(),
         np.array((params.score_scale, params.value_scale, params.soft_cap or 0.0), np.float32),
         NONE if params.alibi_slopes is None else params.alibi_slopes.contiguous().numpy(),
@@ -487,11 +487,14 @@ def _coding(fmt: Format) -> Array:
     return np.array((shift, rebias, largest + (1 << shift)), np.uint32)
 
 
-def _shares(call: AttentionCall, items: Array) -> list[Array]:
-    """The items of each worker; one share where the work is too small to divide."""
-    _, _, heads, size = call.cache.k.shape
-    keys = int((items[:, KEY_END] - items[:, KEY_BEGIN]).sum())
-    if keys * heads * (size + call.cache.v.shape[3]) < THREAD_READS:
-        return [items]
-    starts = call.work.share_start.tolist()
-    return [items[a:b] for a, b in itertools.pairwise(starts) if a < b]
+def _shares(call: AttentionCall, items: Array) -> tuple[list[Array], int]:
+    """The items in pieces of about equal work, and how many workers they are for."""
+    ends = np.cumsum(items[:, KEY_END] - items[:, KEY_BEGIN])
+    heads, size = call.cache.k.shape[2:]
+    workers = int(np.count_nonzero(np.diff(call.work.share_start)))
+    if workers == 1 or ends[-1] * heads * (size + call.cache.v.shape[3]) < THREAD_READS:
+        return [items], 1
+    pieces = PIECES * workers
+    cuts = np.searchsorted(ends, ends[-1] * np.arange(1, pieces) // pieces)
+    bounds = np.unique(np.concatenate(([0], cuts, [len(items)])))
+    return [items[a:b] for a, b in itertools.pairwise(bounds.tolist())], workers
