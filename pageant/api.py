@@ -237,7 +237,7 @@ class Attention:
         if (k is None) != (v is None):
             raise bad("k" if k is None else "v", None, "k and v together, or neither")
         check_query_rows(q, out, self.shape, plan.batch.num_tokens, self.device)
-        params = resolve_layer(layer, self.features, self.shape, self.format, q.dtype)
+        params = resolve_layer(layer, self.features, self.shape, self.format, q)
         q = q.to(self.shape.dtype)
         if out is None:
             out = q.new_empty(q.shape[0], self.shape.num_q_heads, self.shape.value_dim)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 
@@ -87,14 +88,14 @@ def check_cache(cache: LayerCache, shape: Shape, fmt: Format, page_size: int) ->
 
 
 def resolve_layer(
-    layer: Layer, features: Features, shape: Shape, fmt: Format, q_dtype: torch.dtype
+    layer: Layer, features: Features, shape: Shape, fmt: Format, q: torch.Tensor
 ) -> LayerParams:
     """The numbers a kernel computes with.
 
     Raises:
         ArgumentError: for a value that is not allowed, or a feature that was not declared.
     """
-    if layer.window not in features.windows:
+    if layer.window not in features.windows or isinstance(layer.window, bool | float):
         raise bad("layer.window", layer.window, f"one of the declared {features.windows}")
     if layer.out_format not in features.out_formats:
         raise bad(
@@ -105,12 +106,14 @@ def resolve_layer(
             raise bad(f"layer.{name}", "given", f"None, unless Features({name}=True) is declared")
     if layer.alibi_slopes is not None and not features.alibi:
         raise bad("layer.alibi_slopes", "given", "None, unless Features(alibi=True) is declared")
-    if layer.soft_cap is not None and not 0 < layer.soft_cap < math.inf:
+    if layer.soft_cap is not None and not (_is_finite(layer.soft_cap) and layer.soft_cap > 0):
         raise bad("layer.soft_cap", layer.soft_cap, "a finite number above 0, or None")
+    if layer.scale is not None and not _is_finite(layer.scale):
+        raise bad("layer.scale", layer.scale, "a finite number, or None")
     for name in ("sinks", "alibi_slopes"):
-        _check_per_head(name, getattr(layer, name), shape.num_q_heads)
+        _check_per_head(name, getattr(layer, name), shape.num_q_heads, q.device)
     score = shape.head_dim**-0.5 if layer.scale is None else layer.scale
-    if q_dtype in FP8_DTYPES:
+    if q.dtype in FP8_DTYPES:
         score *= _number("layer.q_scale", layer.q_scale)
     value = 1.0
     if fmt.quantized:
@@ -126,20 +129,33 @@ def resolve_layer(
     )
 
 
-def _check_per_head(name: str, x: torch.Tensor | None, num_q_heads: int) -> None:
+def _check_per_head(
+    name: str, x: torch.Tensor | None, num_q_heads: int, device: torch.device
+) -> None:
     if x is None:
         return
     if not isinstance(x, torch.Tensor) or x.dtype != torch.float32 or x.shape != (num_q_heads,):
         have = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else x
         raise bad(f"layer.{name}", have, f"a float32 tensor [{num_q_heads}], one a query head")
+    if x.device != device:
+        raise bad(f"layer.{name}", str(x.device), f"a tensor on {device}")
     if x.requires_grad:
         raise bad(f"layer.{name}", "a tensor that requires grad", "one that does not: detach it")
 
 
+def _is_finite(number: object) -> bool:
+    if isinstance(number, bool) or not isinstance(number, Real):  # numpy's numbers are Real too
+        return False
+    return math.isfinite(number)
+
+
 def check_scale(name: str, scale: Scalar) -> None:
-    """Raise unless the scale is one number."""
-    if isinstance(scale, torch.Tensor) and scale.numel() != 1:
-        raise bad(name, list(scale.shape), "a float, or a tensor of one element")
+    """Raise unless the scale is one number; what a tensor holds is not read."""
+    if isinstance(scale, torch.Tensor):
+        if scale.numel() != 1:
+            raise bad(name, list(scale.shape), "a float, or a tensor of one element")
+    elif not _is_finite(scale) or scale <= 0:
+        raise bad(name, scale, "a finite number above 0, or a tensor of one element")
 
 
 def _number(name: str, scale: Scalar) -> float:

@@ -56,3 +56,29 @@ def test_writing_with_scales_of_several_elements(name, scale, format):
         attn.write(plan, kv[0], ROW, ROW, Layer(**{name: scale}))
     assert caught.value.argument == f"layer.{name}"
     assert not kv.storage.any()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("scale", math.inf),
+        ("scale", math.nan),
+        ("scale", "0.1"),
+        ("soft_cap", "30"),
+        ("soft_cap", True),
+        ("window", True),
+        ("window", 1.0),
+        ("k_scale", 0.0),
+        ("k_scale", -1.0),
+        ("v_scale", math.nan),
+        ("v_scale", "1"),
+        ("v_scale", None),
+        ("sinks", torch.zeros(2, device="meta")),
+        ("sinks", [0.0, 0.0]),
+    ],
+)
+def test_values_that_are_none(field, value):
+    attn = attention("fp8_e4m3", windows=(None, 1), soft_cap=True, sinks=True)
+    with pytest.raises(pageant.ArgumentError, match=r"allowed: ") as caught:
+        run(attn, Layer(**{field: value}))
+    assert caught.value.argument == f"layer.{field}"
