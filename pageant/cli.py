@@ -84,7 +84,9 @@ def explain(  # budget: one parameter for each option of the command
     layout: Annotated[str, typer.Option(help="Order of the cache's axes.")] = "LBHNC",
     dcp: Annotated[int, typer.Option(help="Ranks that share every sequence.")] = 1,
     sinks: Annotated[bool, typer.Option("--sinks", help="Attention sinks.")] = False,
-    window: Annotated[int | None, typer.Option(help="Keys a row sees, itself included.")] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Keys a row sees, itself included; 0: all.")
+    ] = None,
     soft_cap: Annotated[float, typer.Option(help="Cap of scores; 0: none.")] = 0.0,
     alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi slopes.")] = False,
     spec: Annotated[int, typer.Option(help="Draft tokens of a decode.")] = 0,

@@ -58,7 +58,9 @@ def generate(  # budget: one parameter for each option of the command line
     page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 16,
     num_pages: Annotated[int | None, typer.Option(help="Default: for 8192 tokens.")] = None,
     chunk_size: Annotated[int, typer.Option(help="Prompt tokens a step; 0: whole prompts.")] = 256,
-    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache")] = False,
+    no_prefix_cache: Annotated[
+        bool, typer.Option("--no-prefix-cache", help="Compute every prompt from its start.")
+    ] = False,
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:

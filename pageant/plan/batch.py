@@ -62,12 +62,26 @@ class Batch:
     ) -> Batch:
         """A batch from plain lists, on the CPU; every new token is written at its own position.
 
+        Args:
+            query_lens, seq_lens: m and n of each request.
+            page_table: each request's page ids; rows may differ in length.
+            page_size: tokens a page, as the CacheSpec says.
+            **others: further fields of the batch; a slot_mapping among them replaces ours.
+
         Two requests, pages of 4 tokens. The first decodes its 6th token, the second prefills 3:
 
         >>> batch = Batch.from_lengths([1, 3], [6, 3], [[7, 2], [5]], page_size=4)
         >>> batch.query_start_loc.tolist(), batch.slot_mapping.tolist()
         ([0, 1, 4], [9, 20, 21, 22])
         """
+        for name, rows in (("seq_lens", seq_lens), ("page_table", page_table)):
+            if len(rows) != len(query_lens):
+                raise bad(name, f"{len(rows)} entries", f"one a request, {len(query_lens)}")
+        for request, (m, n, pages) in enumerate(zip(query_lens, seq_lens, page_table, strict=True)):
+            need = -(-n // page_size)
+            if m > 0 and len(pages) < need and "slot_mapping" not in others:
+                allowed = f"at least {need} pages of {page_size} for {n} tokens"
+                raise bad(f"page_table[{request}]", pages, allowed)
         width = max((len(row) for row in page_table), default=0)
         table = torch.tensor([[*row, *[0] * (width - len(row))] for row in page_table])
         slots = [

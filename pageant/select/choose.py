@@ -70,7 +70,8 @@ class Choice:
         refused = refused or [r for r in self.refused if r.argument != "kernels"]
         if not refused:
             reason = f"kernels is {self.kernels!r}, which has no {self.phase} kernel yet"
-            return Support(False, f"{reason}; allowed: {KERNELS}", "kernels")
+            others = KERNELS.replace(f"{self.kernels}, ", "")
+            return Support(False, f"{reason}; allowed: {others}", "kernels")
         last = refused[-1]
         return Support(False, f"no {self.phase} kernel: {last.kernel} {last.why}", last.argument)
 

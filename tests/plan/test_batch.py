@@ -279,3 +279,17 @@ def test_from_lengths_with_slots_of_its_own():
     batch = Batch.from_lengths([1], [50], [[2]], 4, encoder_seq_lens=lens, slot_mapping=None)
     assert batch.slot_mapping is None
     assert batch.key_lens is lens
+
+
+@pytest.mark.parametrize(
+    ("lists", "name"),
+    [
+        (([1, 1], [3], [[3], [4]]), "seq_lens"),
+        (([1], [3], []), "page_table"),
+        (([1, 1], [3, 9], [[3], [4]]), "page_table[1]"),
+    ],
+)
+def test_lists_that_do_not_fit(lists, name):
+    with pytest.raises(pageant.ArgumentError, match=r"allowed: ") as caught:
+        Batch.from_lengths(*lists, page_size=4)
+    assert caught.value.argument == name
