@@ -183,7 +183,7 @@ class Attention:
             layer: k_scale and v_scale; a layer with `shares_cache` writes nothing.
         """
         layer = layer or PLAIN
-        plan.require_current()
+        self._planner.require(plan)
         check_cache(cache, self.shape, self.format, self.cache.page_size)
         index = plan.buffers.writes
         if index is None:
@@ -227,7 +227,7 @@ class Attention:
             Rows without a visible key are 0 and -inf, and so is padding in tensors made here.
         """
         layer = layer or PLAIN
-        plan.require_current()
+        self._planner.require(plan)
         check_cache(cache, self.shape, self.format, self.cache.page_size)
         plan.buffers.pages.check(cache.num_pages)
         if return_lse and not self.features.lse:

@@ -83,9 +83,15 @@ class Planner:
         self._fill(buffers, batch, inspected)
         return Plan(batch, buffers, self.generation, self)
 
+    def require(self, plan: Plan) -> None:
+        """Raise unless the plan is one of ours, and its buffers still hold it."""
+        if plan.planner is not self:
+            raise bad("plan", "another Attention's", "a plan this Attention made")
+        plan.require_current()
+
     def update(self, plan: Plan) -> None:
         """Plan again after the batch's tensors changed in place."""
-        plan.require_current()
+        self.require(plan)
         self._fill(plan.buffers, plan.batch, self.inspect(plan.batch))
 
     def inspect(self, batch: Batch) -> PlanBuffers:

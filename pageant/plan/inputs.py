@@ -80,6 +80,10 @@ def check_cache(cache: LayerCache, shape: Shape, fmt: Format, page_size: int) ->
         raise bad(
             "cache", type(cache).__name__, "one layer of a cache: kv[i], or wrap_cache's result"
         )
+    if cache.k.dtype != fmt.element_dtype or cache.v.dtype != fmt.element_dtype:
+        raise bad("cache", f"{cache.k.dtype} and {cache.v.dtype}", f"two of {fmt.element_dtype}")
+    if cache.k.shape[:3] != cache.v.shape[:3]:
+        raise bad("cache", f"{list(cache.v.shape)} for v", f"pages as of k, {list(cache.k.shape)}")
     have = (cache.format.name, *cache.k.shape[1:], cache.v.shape[3])
     want = (fmt.name, page_size, shape.num_kv_heads, shape.head_dim, shape.value_dim)
     if have != want:

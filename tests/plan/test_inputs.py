@@ -82,3 +82,28 @@ def test_values_that_are_none(field, value):
     with pytest.raises(pageant.ArgumentError, match=r"allowed: ") as caught:
         run(attn, Layer(**{field: value}))
     assert caught.value.argument == f"layer.{field}"
+
+
+def test_a_plan_of_another_attention():
+    ours, other = attention(), attention()
+    kv, plan = ours.new_cache(num_layers=1, num_pages=2), other.plan(BATCH)
+    for use in (
+        lambda: ours.run(plan, torch.ones(1, 2, 16), kv[0]),
+        lambda: ours.write(plan, kv[0], ROW, ROW),
+        lambda: ours.update(plan),
+    ):
+        with pytest.raises(pageant.ArgumentError, match="another Attention's") as caught:
+            use()
+        assert caught.value.argument == "plan"
+
+
+@pytest.mark.parametrize(
+    "change", [lambda k, v: (k.half(), v), lambda k, v: (k, v[:1]), lambda k, v: (k, v.double())]
+)
+def test_pages_put_together_wrongly(change):
+    attn = attention()
+    kv = attn.new_cache(num_layers=1, num_pages=2)[0]
+    wrong = pageant.LayerCache(*change(kv.k, kv.v), kv.format)
+    with pytest.raises(pageant.ArgumentError) as caught:
+        attn.run(attn.plan(BATCH), torch.ones(1, 2, 16), wrong)
+    assert caught.value.argument == "cache"
