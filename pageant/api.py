@@ -188,9 +188,7 @@ class Attention:
         index = plan.buffers.writes
         if index is None:
             raise bad("batch.slot_mapping", None, "a tensor, for plans that write")
-        if index.largest_slot >= cache.num_pages * cache.page_size:
-            last = cache.num_pages * cache.page_size - 1
-            raise bad("batch.slot_mapping", index.largest_slot, f"slots up to {last}")
+        index.check(cache.num_pages * cache.page_size)
         check_new_rows(k, v, self.shape, index.num_tokens, self.device)
         check_scale("layer.k_scale", layer.k_scale)
         check_scale("layer.v_scale", layer.v_scale)

@@ -11,13 +11,14 @@ import torch
 
 from pageant.api import Attention
 from pageant.cache.formats import resolve
-from pageant.cache.pages import LayerCache
+from pageant.cache.pages import wrap
 from pageant.cache.quantize import dequantize, quantize
 from pageant.kernels.cpu import write_pages as cpu_write
 from pageant.kernels.cpu.merge import merge_states
 from pageant.plan.batch import Batch
+from pageant.plan.inputs import check_new_rows, check_scale
 from pageant.plan.pages import write_index
-from pageant.types import CacheSpec, Features, Layer, Limits, Options, Scalar, Shape
+from pageant.types import CacheSpec, Features, Layer, Limits, Options, Scalar, Shape, bad
 
 __all__ = [
     "dequantize",
@@ -144,10 +145,12 @@ def ragged_attention(
     tensor([1., 2., 3.])
     """
     lens = key_start_loc.diff()
-    width = int(lens.max()) if len(lens) else 0
-    # A page of one token makes any row addressable; the last row stands for those past the end.
-    table = key_start_loc[:-1, None] + torch.arange(width, dtype=torch.int32, device=k.device)
-    table = table.clamp(max=max(k.shape[0] - 1, 0))
+    if bool((lens < 0).any()) or int(key_start_loc[-1]) > k.shape[0]:
+        allowed = f"offsets that never fall, up to the {k.shape[0]} keys"
+        raise bad("key_start_loc", key_start_loc.tolist(), allowed)
+    # A page of one token makes any row addressable; entries past a request's end are not read.
+    steps = torch.arange(_most(lens), dtype=torch.int32, device=k.device)
+    table = key_start_loc[:-1, None] + steps
     return paged_attention(
         q, k.unsqueeze(1), v.unsqueeze(1), query_start_loc, lens, table, **others
     )
@@ -173,6 +176,19 @@ def write_pages(
         scales: k_scale and v_scale; quantised formats divide by them.
     """
     fmt = resolve(format, k.dtype)
-    cache = LayerCache(k_cache.view(fmt.element_dtype), v_cache.view(fmt.element_dtype), fmt)
-    index = write_index(slot_mapping, cache.page_size)
+    _, page_size, heads, dim = k_cache.shape
+    shape = Shape(
+        num_q_heads=heads,
+        num_kv_heads=heads,
+        head_dim=dim,
+        v_head_dim=v_cache.shape[-1],
+        dtype=k.dtype,
+    )
+    spec = CacheSpec(format=fmt.name, page_size=page_size)
+    cache = wrap(shape, spec, (k_cache, v_cache), (None, None), k.device)
+    index = write_index(slot_mapping, page_size)
+    index.check(cache.num_pages * page_size)
+    check_new_rows(k, v, shape, index.num_tokens, k.device)
+    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+        check_scale(name, scale)
     cpu_write.write_pages(k, v, cache, index, scales)

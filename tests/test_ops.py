@@ -255,3 +255,40 @@ def test_merging_splits_of_one_attention_is_the_attention():
     out, lse = ops.merge_states(*zip(*pieces, strict=True), sinks=sinks)
     assert_close(out, want, 1e-5)
     assert_close(lse, want_lse, 1e-5)
+
+
+@pytest.mark.parametrize("starts", [[0, 9], [7, 0], [0, 8, 7]])
+def test_ragged_keys_that_are_not_there(starts):
+    starts = torch.tensor(starts, dtype=torch.int32)
+    queries = torch.arange(len(starts), dtype=torch.int32)
+    q, k = torch.zeros(len(starts) - 1, 2, 16), torch.zeros(7, 1, 16)
+    with pytest.raises(pageant.ArgumentError, match="never fall") as caught:
+        pageant.ops.ragged_attention(q, k, k, queries, starts)
+    assert caught.value.argument == "key_start_loc"
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"k": torch.ones(1, 1, 1)}, "k"),
+        ({"v": torch.ones(1, 2, 16)}, "v"),
+        ({"slot_mapping": torch.tensor([20])}, "batch.slot_mapping"),
+        ({"v_cache": torch.zeros(4, 4, 2, 24)}, "v"),
+        ({"k_cache": torch.zeros(5, 4, 2, 16).bfloat16()}, "k"),
+        ({"scales": (1.0, "a")}, "v_scale"),
+    ],
+)
+def test_writing_what_does_not_fit(change, name):
+    given = {
+        "k": torch.ones(1, 2, 16),
+        "v": torch.ones(1, 2, 24),
+        "k_cache": torch.zeros(5, 4, 2, 16),
+        "v_cache": torch.zeros(5, 4, 2, 24),
+        "slot_mapping": torch.tensor([3]),
+        **change,
+    }
+    with pytest.raises(pageant.ArgumentError) as caught:
+        pageant.ops.write_pages(**given)
+    assert caught.value.argument == name
+    assert not given["k_cache"].any()
+    assert not given["v_cache"].any()

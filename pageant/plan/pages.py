@@ -81,6 +81,11 @@ class WriteIndex:
     num_tokens: int
     largest_slot: int
 
+    def check(self, num_slots: int) -> None:
+        """Raise if the cache has no such slot."""
+        if self.largest_slot >= num_slots:
+            raise bad("batch.slot_mapping", self.largest_slot, f"slots up to {num_slots - 1}")
+
 
 def write_index(slot_mapping: torch.Tensor, page_size: int) -> WriteIndex:
     """Split slots into page and row, leaving out the negative ones.
