@@ -9,7 +9,8 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from pageant.cache.formats import resolve
-from pageant.cache.pages import LayerCache, PagedCache, layout_for, wrap
+from pageant.cache.pages import LayerCache, PagedCache, layout_for
+from pageant.cache.wrap import wrap
 from pageant.device import Device
 from pageant.kernels.cpu.write_pages import write_pages
 from pageant.kernels.launch import launch
@@ -127,7 +128,7 @@ class Attention:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise bad(name, value, "a whole number from 1 up")
         layout = layout_for(self.shape, self.cache, num_layers, num_pages)
-        return PagedCache(layout, self.format, self.device)
+        return PagedCache(layout, self.format, self.device, self.cache.v_scale_order)
 
     def wrap_cache(
         self,

@@ -11,7 +11,7 @@ import torch
 
 from pageant.api import Attention
 from pageant.cache.formats import resolve
-from pageant.cache.pages import wrap
+from pageant.cache.wrap import wrap
 from pageant.cache.quantize import dequantize, quantize
 from pageant.kernels.cpu import write_pages as cpu_write
 from pageant.kernels.cpu.merge import merge_states
@@ -176,12 +176,12 @@ def write_pages(
         scales: k_scale and v_scale; quantised formats divide by them.
     """
     fmt = resolve(format, k.dtype)
-    _, page_size, heads, dim = k_cache.shape
+    _, page_size, heads, _ = k_cache.shape
     shape = Shape(
         num_q_heads=heads,
         num_kv_heads=heads,
-        head_dim=dim,
-        v_head_dim=v_cache.shape[-1],
+        head_dim=k.shape[-1],
+        v_head_dim=v.shape[-1],
         dtype=k.dtype,
     )
     spec = CacheSpec(format=fmt.name, page_size=page_size)

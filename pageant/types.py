@@ -84,11 +84,13 @@ class CacheSpec:
         page_size: tokens a page, from 1 up.
         layout: memory order of the axes, outermost first: Layer, Block (= page), Head, tokeN,
             Content (K then V): one of ``pageant.cache.layout.LAYOUTS``.
+        v_scale_order: of nvfp4's stored V scales: "linear", or "swizzled" as SM10x kernels read.
     """
 
     format: str = "auto"
     page_size: int = 16
     layout: str = "LBHNC"
+    v_scale_order: Literal["linear", "swizzled"] = "linear"
 
 
 @dataclass(frozen=True, kw_only=True)

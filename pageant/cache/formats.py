@@ -19,15 +19,20 @@ from pageant.types import bad
 class Format:
     """One cache format.
 
+    A row is one token of one head: D elements, and its stored scales where the format has any.
+
     Attributes:
         name: what CacheSpec.format calls it.
         element_dtype: torch dtype of the element views ``LayerCache.k`` and ``.v``.
-        bits: stored bits of one element; 4-bit formats pack two elements a byte.
-        exponent_bits, mantissa_bits: of the stored float, for kernels that widen it by bits.
+        bits: stored bits of one element; two elements of 4 bits share a byte, the even one low.
+        exponent_bits, mantissa_bits: of the stored float, for kernels that widen it by bits;
+            integers have no exponent.
         max_value: largest finite magnitude; writing saturates there if the format is quantised.
-        quantized: whether k_scale and v_scale apply (design: ignored for 16- and 32-bit caches).
+        quantized: whether writing rounds to fewer bits than models compute in.
         scale_dtype: type of the scales stored with the page; None where there are none.
         scale_block: elements along the head that share one stored scale; 0 means the whole row.
+        block_tops: a block's largest element is stored as the first of these, or as the one that
+            makes the block's squared error smallest.
     """
 
     name: str
@@ -39,17 +44,39 @@ class Format:
     quantized: bool = False
     scale_dtype: torch.dtype | None = None
     scale_block: int = 0
+    block_tops: tuple[float, ...] = ()
+
+    @property
+    def uses_layer_scales(self) -> bool:
+        """Whether a layer's k_scale and v_scale apply; a scale of every row's own replaces them."""
+        return self.quantized and (self.scale_dtype is None or self.scale_block > 0)
+
+    @property
+    def per_byte(self) -> int:
+        """Elements that share one byte of the element view; 1 for elements of a byte or more."""
+        return max(1, 8 // self.bits)
 
     def data_bytes(self, head_dim: int) -> int:
-        """Bytes of the elements of one row (one token, one head)."""
+        """Bytes of the elements of one row."""
         return head_dim * self.bits // 8
+
+    def num_scales(self, head_dim: int) -> int:
+        """Stored scales of one row; the last block may be shorter than the others.
+
+        >>> [FORMATS[name].num_scales(72) for name in ("bf16", "int8", "nvfp4")]
+        [0, 1, 5]
+        """
+        if self.scale_dtype is None:
+            return 0
+        return -(-head_dim // self.scale_block) if self.scale_block else 1
 
     def scale_bytes(self, head_dim: int) -> int:
         """Bytes of the scales of one row; 0 for formats without any."""
-        if self.scale_dtype is None:
-            return 0
-        return self.scale_dtype.itemsize * (head_dim // self.scale_block if self.scale_block else 1)
+        return self.num_scales(head_dim) * (self.scale_dtype.itemsize if self.scale_dtype else 0)
 
+
+_BF16_MAX, _FP32_MAX = torch.finfo(torch.bfloat16).max, torch.finfo(torch.float32).max
+_E4M3_MAX, _E2M1_MAX = 448.0, 6.0
 
 FORMATS: dict[str, Format] = {
     row.name: row
@@ -60,7 +87,7 @@ FORMATS: dict[str, Format] = {
             bits=32,
             exponent_bits=8,
             mantissa_bits=23,
-            max_value=torch.finfo(torch.float32).max,
+            max_value=_FP32_MAX,
         ),
         Format(
             name="fp16",
@@ -76,7 +103,7 @@ FORMATS: dict[str, Format] = {
             bits=16,
             exponent_bits=8,
             mantissa_bits=7,
-            max_value=torch.finfo(torch.bfloat16).max,
+            max_value=_BF16_MAX,
         ),
         # OCP 8-bit floating point specification 1.0: e4m3 has no infinity, 0x7f is its only NaN.
         Format(
@@ -85,7 +112,7 @@ FORMATS: dict[str, Format] = {
             bits=8,
             exponent_bits=4,
             mantissa_bits=3,
-            max_value=448.0,
+            max_value=_E4M3_MAX,
             quantized=True,
         ),
         Format(
@@ -97,10 +124,54 @@ FORMATS: dict[str, Format] = {
             max_value=57344.0,
             quantized=True,
         ),
+        Format(
+            name="int8",
+            element_dtype=torch.int8,
+            bits=8,
+            exponent_bits=0,
+            mantissa_bits=7,
+            max_value=127.0,
+            quantized=True,
+            scale_dtype=torch.float32,
+        ),
+        Format(
+            name="fp8_e4m3_token_head",
+            element_dtype=torch.float8_e4m3fn,
+            bits=8,
+            exponent_bits=4,
+            mantissa_bits=3,
+            max_value=_E4M3_MAX,
+            quantized=True,
+            scale_dtype=torch.float32,
+        ),
+        # e2m1 of the OCP microscaling specification 1.0, with NVIDIA's blocks of 16 and e4m3 scales.
+        Format(
+            name="nvfp4",
+            element_dtype=torch.uint8,
+            bits=4,
+            exponent_bits=2,
+            mantissa_bits=1,
+            max_value=_E2M1_MAX,
+            quantized=True,
+            scale_dtype=torch.float8_e4m3fn,
+            scale_block=16,
+            block_tops=(6.0,),
+        ),
+        Format(
+            name="nvfp4_4over6",
+            element_dtype=torch.uint8,
+            bits=4,
+            exponent_bits=2,
+            mantissa_bits=1,
+            max_value=_E2M1_MAX,
+            quantized=True,
+            scale_dtype=torch.float8_e4m3fn,
+            scale_block=16,
+            block_tops=(6.0, 4.0),
+        ),
     )
 }
 ALIASES = {"fp8": "fp8_e4m3"}
-RESERVED = ("int8", "fp8_e4m3_token_head", "nvfp4", "nvfp4_4over6")
 OF_DTYPE = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -108,11 +179,9 @@ def resolve(name: str, model_dtype: torch.dtype) -> Format:
     """The format a name stands for; "auto" is the model's own dtype.
 
     Raises:
-        ArgumentError: argument "cache", for a name that is not a format, or not one yet.
+        ArgumentError: argument "cache", for a name that is not a format.
     """
     name = OF_DTYPE.get(model_dtype, "fp32") if name == "auto" else ALIASES.get(name, name)
-    if name in RESERVED:
-        raise bad("cache", name, f"{', '.join(FORMATS)} ({name} is reserved, not yet served)")
     if name not in FORMATS:
         raise bad("cache", name, ", ".join(("auto", *ALIASES, *FORMATS)))
     return FORMATS[name]

@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 
 from pageant.cache.formats import Format
-from pageant.cache.pages import LayerCache
+from pageant.cache.layout import swizzled
+from pageant.cache.pages import LayerCache, Side
 from pageant.cache.quantize import decode, encode
 from pageant.kernels.call import AttentionCall
 from pageant.plan.inputs import LayerParams
@@ -21,6 +22,7 @@ from pageant.plan.work import REQUEST
 from pageant.types import Scalar
 
 EXACT = torch.float64
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # torch indexes those on every device
 
 
 def run(call: AttentionCall) -> None:
@@ -38,8 +40,7 @@ def run(call: AttentionCall) -> None:
         )
         out, lse = attend(
             call.q[first:last].to(EXACT),
-            gather(call.cache.k, call.cache.format, pages, mask),
-            gather(call.cache.v, call.cache.format, pages, mask),
+            *(gather(side, call.cache.format, pages, mask) for side in call.cache.sides),
             mask,
             call.params,
         )
@@ -75,27 +76,35 @@ def visible(
     return mask
 
 
-def gather(
-    view: torch.Tensor, fmt: Format, pages: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
+def gather(side: Side, fmt: Format, pages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """float64 [n, Hkv, D]: one request's stored keys or values; zeros where no row looks.
 
     Args:
-        view: element view [P, N, Hkv, D].
-        fmt: its format.
+        side: the layer's keys or values.
+        fmt: their format.
         pages: int [W], the request's page ids.
         mask: bool [m, n].
     """
-    rows = torch.zeros(mask.shape[1], *view.shape[2:], dtype=EXACT, device=view.device)
+    view = side.elements
+    heads, dim = view.shape[2], view.shape[3] * fmt.per_byte
+    rows = torch.zeros(mask.shape[1], heads, dim, dtype=EXACT, device=view.device)
     seen = mask.any(0).nonzero().squeeze(1).to(view.device)
-    at = pages[seen // view.shape[1]].long(), seen % view.shape[1]
-    rows[seen] = decode(view.view(_bytes_of(fmt))[at], fmt, EXACT)
+    page, row = pages[seen // view.shape[1]].long(), seen % view.shape[1]
+    codes = view.view(INTEGERS[view.element_size()])[page, row]
+    scales = None if side.scales is None else _scales(side, side.scales, page, row)
+    rows[seen] = decode(codes, scales, fmt, EXACT)
     return rows
 
 
-def _bytes_of(fmt: Format) -> torch.dtype:
-    """An integer type of the element's size: torch indexes those on every device."""
-    return {8: torch.uint8, 16: torch.int16, 32: torch.int32}[fmt.bits]
+def _scales(
+    side: Side, scales: torch.Tensor, page: torch.Tensor, row: torch.Tensor
+) -> torch.Tensor:
+    """Stored scales of some tokens: [n, Hkv], or [n, Hkv, blocks]."""
+    whole = scales.view(INTEGERS[scales.element_size()])
+    if not side.is_swizzled:
+        return whole[page, row].view(scales.dtype)
+    rows, columns = swizzled(row, scales.shape[3])
+    return whole[page[:, None], rows, :, columns].transpose(1, 2).contiguous().view(scales.dtype)
 
 
 def attend(
@@ -171,7 +180,17 @@ def write_pages(
 ) -> None:
     """Store each token's key and value at its slot; negative slots are skipped."""
     for token, slot in enumerate(slot_mapping.tolist()):
-        if slot >= 0:
-            page, row = divmod(slot, cache.page_size)
-            cache.k[page, row] = encode(k[token], cache.format, scales[0])
-            cache.v[page, row] = encode(v[token], cache.format, scales[1])
+        if slot < 0:
+            continue
+        page, row = divmod(slot, cache.page_size)
+        for x, side, scale in zip((k, v), cache.sides, scales, strict=True):
+            codes, stored = encode(x[token], cache.format, scale)
+            side.elements[page, row] = codes
+            if stored is None or side.scales is None:
+                continue
+            if side.is_swizzled:
+                rows, columns = swizzled(torch.tensor(row), stored.shape[1])
+                plane = side.scales[page].view(torch.uint8)
+                plane[rows, :, columns] = stored.view(torch.uint8).T
+            else:
+                side.scales[page, row] = stored

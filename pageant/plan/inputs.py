@@ -85,10 +85,20 @@ def check_cache(cache: LayerCache, shape: Shape, fmt: Format, page_size: int) ->
     if cache.k.shape[:3] != cache.v.shape[:3]:
         raise bad("cache", f"{list(cache.v.shape)} for v", f"pages as of k, {list(cache.k.shape)}")
     have = (cache.format.name, *cache.k.shape[1:], cache.v.shape[3])
-    want = (fmt.name, page_size, shape.num_kv_heads, shape.head_dim, shape.value_dim)
+    sizes = (dim // fmt.per_byte for dim in (shape.head_dim, shape.value_dim))
+    want = (fmt.name, page_size, shape.num_kv_heads, *sizes)
     if have != want:
-        names = "(format, page_size, kv heads, head size, value head size)"
+        names = "(format, page_size, kv heads, elements a key, elements a value)"
         raise bad("cache", have, f"{want}, that is {names}")
+    for side, dim in zip(cache.sides, (shape.head_dim, shape.value_dim), strict=True):
+        size = (*side.elements.shape[:3], *([fmt.num_scales(dim)] if fmt.scale_block else []))
+        if fmt.scale_dtype is None:
+            fits = side.scales is None
+        else:
+            fits = side.scales is not None and side.scales.shape == size
+            fits = fits and side.scales.dtype == fmt.scale_dtype
+        if not fits:
+            raise bad("cache", "pages with other scales", f"{fmt.scale_dtype} scales {list(size)}")
 
 
 def resolve_layer(
@@ -120,7 +130,7 @@ def resolve_layer(
     if q.dtype in FP8_DTYPES:
         score *= _number("layer.q_scale", layer.q_scale)
     value = 1.0
-    if fmt.quantized:
+    if fmt.uses_layer_scales:
         score *= _number("layer.k_scale", layer.k_scale)
         value = _number("layer.v_scale", layer.v_scale)
     return LayerParams(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from pageant.cache.formats import FORMATS
 from pageant.device import FAMILIES
 
 Phase = Literal["prefill", "decode"]
@@ -87,7 +88,7 @@ class Row:
 CPU = ("cpu",)
 EVERY_FAMILY = tuple(FAMILIES)
 MODEL_DTYPES = ("float32", "float16", "bfloat16")
-FLOAT_FORMATS = ("fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
+EVERY_FORMAT = tuple(FORMATS)
 EVERY_HEAD_DIM = Sizes(16, 512, 8)
 
 # What one softmax over masked scores can do. Not here: invariant, context_parallel.
@@ -117,7 +118,7 @@ ROWS: tuple[Row, ...] = (
         phases=("decode",),
         families=CPU,
         dtypes=MODEL_DTYPES,
-        formats=FLOAT_FORMATS,
+        formats=EVERY_FORMAT,
         head_dims=EVERY_HEAD_DIM,
         page_sizes=None,
         layouts=None,
@@ -136,7 +137,7 @@ ROWS: tuple[Row, ...] = (
         phases=("prefill",),
         families=CPU,
         dtypes=MODEL_DTYPES,
-        formats=FLOAT_FORMATS,
+        formats=EVERY_FORMAT,
         head_dims=EVERY_HEAD_DIM,
         page_sizes=None,
         layouts=None,
@@ -155,7 +156,7 @@ ROWS: tuple[Row, ...] = (
         phases=PHASES,
         families=EVERY_FAMILY,
         dtypes=MODEL_DTYPES,
-        formats=FLOAT_FORMATS,
+        formats=EVERY_FORMAT,
         head_dims=EVERY_HEAD_DIM,
         page_sizes=None,
         layouts=None,

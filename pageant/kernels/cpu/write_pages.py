@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from pageant.cache.layout import swizzled
 from pageant.cache.pages import LayerCache
 from pageant.cache.quantize import encode
 from pageant.plan.pages import WriteIndex
@@ -28,10 +29,21 @@ def write_pages(
         k, v: [>= T, Hkv, D] and [>= T, Hkv, Dv], floating point; rows past T are ignored.
         cache: one layer's pages.
         index: where each token goes.
-        scales: k_scale and v_scale, used by quantised formats.
+        scales: k_scale and v_scale, for formats they apply to.
     """
-    for values, pages, scale in ((k, cache.k, scales[0]), (v, cache.v, scales[1])):
+    for values, side, scale in zip((k, v), cache.sides, scales, strict=True):
         rows = values[: index.num_tokens] if index.tokens is None else values[index.tokens]
-        codes = encode(rows, cache.format, scale)
-        stored = STORED_AS[codes.itemsize]
-        pages.view(stored)[index.pages, index.rows] = codes.view(stored)
+        codes, stored = encode(rows, cache.format, scale)
+        _whole(side.elements)[index.pages, index.rows] = _whole(codes)
+        if stored is None or side.scales is None:
+            continue
+        if side.is_swizzled:
+            at, columns = swizzled(index.rows, stored.shape[2])
+            _whole(side.scales)[index.pages[:, None], at, :, columns] = _whole(stored).mT
+        else:
+            _whole(side.scales)[index.pages, index.rows] = _whole(stored)
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    """The same bytes as integers: torch stores those by index faster, and on every device."""
+    return x.view(STORED_AS[x.itemsize])
