@@ -170,7 +170,7 @@ def quantize(x: torch.Tensor, format: str, scale: Scalar = 1.0) -> Stored:
         [...] for one a row, e4m3 [..., ceil(D / 16)] for nvfp4, None for formats without any.
     """
     fmt = resolve(format, x.dtype)
-    if x.dim() == 0 and fmt.scale_dtype is not None or x.dim() and x.shape[-1] % fmt.per_byte:
+    if (x.dim() == 0 and fmt.scale_dtype is not None) or (x.dim() and x.shape[-1] % fmt.per_byte):
         raise bad("x", list(x.shape), f"[..., D], D a multiple of {fmt.per_byte}")
     return encode(x, fmt, scale)
 
