@@ -78,7 +78,7 @@ def spans_meet(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def rows_meet(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether tensors [.., D] of unit content stride share an element; True for the same tensor.
+    """Whether tensors of any strides share an element.
 
     >>> x = torch.zeros(4, 6)
     >>> rows_meet(x[:, :3], x[:, 3:]), rows_meet(x[:, :4], x[:, 3:])
@@ -92,7 +92,7 @@ def rows_meet(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:
-    """Whether two elements of a tensor [.., D] of unit content stride are one in memory.
+    """Whether two elements of a tensor are one in memory.
 
     >>> overlaps_itself(torch.zeros(1, 3).expand(2, 3)), overlaps_itself(torch.zeros(2, 4)[:, :3])
     (True, False)
@@ -117,7 +117,9 @@ def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _rows(x: torch.Tensor) -> tuple[np.ndarray[Any, Any], int]:
-    """Ascending addresses of the rows of content, and the bytes of each."""
+    """Ascending addresses of the contiguous rows of a tensor, and the bytes of each."""
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        x = x.unsqueeze(-1)
     starts = np.array([x.data_ptr()], np.int64)
     for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True):
         starts = (starts[:, None] + np.arange(size) * (step * x.element_size())).ravel()

@@ -21,10 +21,11 @@ MEMORY = torch.zeros(400)
 
 @st.composite
 def views(draw):
-    """A tensor [m, n, D] of unit content stride somewhere in MEMORY."""
+    """A tensor [m, n, D] somewhere in MEMORY, mostly of unit content stride."""
     sizes = draw(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 4)))
     strides = draw(st.tuples(st.integers(0, 12), st.integers(0, 12)))
-    return MEMORY.as_strided(sizes, (*strides, 1), draw(st.integers(0, 40)))
+    content = draw(st.sampled_from([1, 1, 1, 0, 2, 5]))
+    return MEMORY.as_strided(sizes, (*strides, content), draw(st.integers(0, 40)))
 
 
 def elements(x):
@@ -76,7 +77,10 @@ def test_memory_that_is_shared_across_storages():
         (list(range(99)), "x is 'a list'; allowed: a tensor of torch.float32"),
         (np.zeros((50, 50)), "x is 'a ndarray'; allowed: a tensor of torch.float32"),
         (torch.zeros(2, 3).to_sparse(), "x is torch.sparse_coo; allowed: a strided tensor"),
-        (torch.nested.nested_tensor([torch.zeros(2)]), "x is 'nested'; allowed: a strided tensor"),
+        (
+            torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged),
+            "x is 'nested'; allowed: a strided tensor",
+        ),
         (torch.zeros(2, 3).half(), "x is torch.float16; allowed: torch.float32"),
         (torch.zeros(2), "x is 'a tensor of shape [2]'; allowed: one of 2 dimensions"),
         (torch.zeros(2, 3, device="meta"), "x is 'meta'; allowed: a tensor on cpu"),
