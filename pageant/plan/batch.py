@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 import torch
 
+from pageant.select.bounds import LARGEST_INT32, require_whole
 from pageant.types import bad
 
 
@@ -68,20 +71,20 @@ class Batch:
             page_size: tokens a page, as the CacheSpec says.
             **others: further fields of the batch; a slot_mapping among them replaces ours.
 
+        Raises:
+            ArgumentError: for lists that do not fit each other, or hold no whole numbers.
+
         Two requests, pages of 4 tokens. The first decodes its 6th token, the second prefills 3:
 
         >>> batch = Batch.from_lengths([1, 3], [6, 3], [[7, 2], [5]], page_size=4)
         >>> batch.query_start_loc.tolist(), batch.slot_mapping.tolist()
         ([0, 1, 4], [9, 20, 21, 22])
         """
-        for name, rows in (("seq_lens", seq_lens), ("page_table", page_table)):
-            if len(rows) != len(query_lens):
-                raise bad(name, f"{len(rows)} entries", f"one a request, {len(query_lens)}")
-        for request, (m, n, pages) in enumerate(zip(query_lens, seq_lens, page_table, strict=True)):
-            need = -(-n // page_size)
-            if m > 0 and len(pages) < need and "slot_mapping" not in others:
-                allowed = f"at least {need} pages of {page_size} for {n} tokens"
-                raise bad(f"page_table[{request}]", pages, allowed)
+        _check_lists(query_lens, seq_lens, page_table, page_size)
+        for name in set(others) - {field.name for field in dataclasses.fields(cls)}:
+            raise bad(name, "given", "the fields of a pageant.Batch")
+        if "slot_mapping" not in others:
+            _check_room(query_lens, seq_lens, page_table, page_size)
         width = max((len(row) for row in page_table), default=0)
         table = torch.tensor([[*row, *[0] * (width - len(row))] for row in page_table])
         slots = [
@@ -107,3 +110,50 @@ class Batch:
     def key_lens(self) -> torch.Tensor:
         """int32 [R]: keys each request attends to; the encoder's for cross attention."""
         return self.seq_lens if self.encoder_seq_lens is None else self.encoder_seq_lens
+
+
+def _check_lists(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    page_table: Sequence[Sequence[int]],
+    page_size: int,
+) -> None:
+    """Raise unless all are lists of whole numbers, with one entry a request."""
+    require_whole("page_size", page_size)
+    _require_numbers("query_lens", query_lens, 0)
+    _require_numbers("seq_lens", seq_lens, 0)
+    _require_list("page_table", page_table)
+    for request, pages in enumerate(page_table):
+        _require_numbers(f"page_table[{request}]", pages, -LARGEST_INT32)
+    for name, rows in (("seq_lens", seq_lens), ("page_table", page_table)):
+        if len(rows) != len(query_lens):
+            raise bad(name, f"{len(rows)} entries", f"one a request, {len(query_lens)}")
+
+
+def _check_room(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    page_table: Sequence[Sequence[int]],
+    page_size: int,
+) -> None:
+    """Raise unless every request with new tokens has pages for all of its tokens."""
+    for request, (m, n, pages) in enumerate(zip(query_lens, seq_lens, page_table, strict=True)):
+        need = -(-n // page_size)
+        if m > 0 and len(pages) < need:
+            allowed = f"at least {need} pages of {page_size} for {n} tokens"
+            raise bad(f"page_table[{request}]", pages, allowed)
+
+
+def _require_list(name: str, values: object) -> None:
+    if not isinstance(values, Sequence | np.ndarray) or isinstance(values, str):
+        raise bad(name, f"a {type(values).__name__}", "a list")
+
+
+def _require_numbers(name: str, values: Any, least: int) -> None:
+    """Raise unless these are whole numbers from `least` to what an int32 holds."""
+    _require_list(name, values)
+    for index, value in enumerate(values):
+        whole = isinstance(value, Integral) and not isinstance(value, bool)
+        if not whole or not least <= int(value) <= LARGEST_INT32:
+            allowed = f"a whole number from {least} to {LARGEST_INT32}"
+            raise bad(f"{name}[{index}]", value, allowed)
