@@ -21,6 +21,7 @@ from pageant.plan.op_inputs import (
     BATCH_FIELDS,
     KEY_NAMES,
     PAGE_NAMES,
+    SCALE_NAMES,
     check_flag,
     check_lengths,
     check_names,
@@ -48,6 +49,8 @@ def paged_attention(  # budget: one argument for each thing attention needs
     seq_lens: torch.Tensor,
     page_table: torch.Tensor,
     *,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
     layer: Layer | None = None,
     format: str = "auto",
     kernels: str = "auto",
@@ -59,6 +62,7 @@ def paged_attention(  # budget: one argument for each thing attention needs
     Args:
         q: [T, Hq, D], model dtype.
         k_cache, v_cache: [P, N, Hkv, D] and [P, N, Hkv, Dv], any strides with unit content stride.
+        k_scales, v_scales: scales beside them, as in ``LayerCache``, for formats that store them.
         query_start_loc: int32 [R + 1].
         seq_lens: int32 [R].
         page_table: int32 [R, W].
@@ -93,7 +97,7 @@ def paged_attention(  # budget: one argument for each thing attention needs
             num_q_heads=q.shape[1],
             num_kv_heads=k_cache.shape[2],
             head_dim=q.shape[2],
-            v_head_dim=v_cache.shape[3],
+            v_head_dim=v_cache.shape[3] * resolve(format, q.dtype).per_byte,
             dtype=q.dtype,
         ),
         CacheSpec(format=format, page_size=k_cache.shape[1]),
@@ -107,7 +111,7 @@ def paged_attention(  # budget: one argument for each thing attention needs
         Options(kernels=kernels),
         q.device,
     )
-    cache = attn.wrap_cache(k_cache, v_cache)
+    cache = attn.wrap_cache(k_cache, v_cache, k_scales, v_scales)
     return attn.run(attn.plan(batch), q, cache, layer, return_lse=return_lse)
 
 
@@ -164,7 +168,8 @@ def ragged_attention(
         k, v: [Tk, Hkv, D] and [Tk, Hkv, Dv], the same dtype.
         query_start_loc: int32 [R + 1], first query row of each request.
         key_start_loc: int32 [R + 1], first key row of each request.
-        **others: layer, kernels, return_lse, causal, draft_mask … as for `paged_attention`.
+        **others: layer, kernels, return_lse, causal, draft_mask … as for `paged_attention`; scales
+            of keys stored in a format that has them: [Tk, Hkv] or [Tk, Hkv, blocks].
 
     Two requests of one and two keys:
 
@@ -174,25 +179,30 @@ def ragged_attention(
     tensor([1., 2., 3.])
     """
     check_states(q, k, v, KEY_NAMES, others.get("format", "auto"))
-    check_names(others, ("layer", "format", "kernels", "return_lse", *BATCH_FIELDS))
+    check_names(others, ("layer", "format", "kernels", "return_lse", *SCALE_NAMES, *BATCH_FIELDS))
     check_lengths({"key_start_loc": key_start_loc}, q.device, dims={})
     check_starts("key_start_loc", key_start_loc, k.shape[0])
     lens = key_start_loc.diff()
     # A page of one token makes any row addressable; entries past a request's end are not read.
     steps = torch.arange(_most(lens), dtype=torch.int32, device=k.device)
     table = key_start_loc[:-1, None] + steps
+    for name in SCALE_NAMES:
+        if isinstance(others.get(name), torch.Tensor):
+            others[name] = others[name].unsqueeze(1)
     return paged_attention(
         q, k.unsqueeze(1), v.unsqueeze(1), query_start_loc, lens, table, **others
     )
 
 
-def write_pages(
+def write_pages(  # budget: one argument for each thing writing needs
     k: torch.Tensor,
     v: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     *,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
     format: str = "auto",
     scales: tuple[Scalar, Scalar] = (1.0, 1.0),
 ) -> None:
@@ -201,9 +211,10 @@ def write_pages(
     Args:
         k, v: [>= T, Hkv, D] and [>= T, Hkv, Dv]; rows past T are ignored.
         k_cache, v_cache: [P, N, Hkv, D] and [P, N, Hkv, Dv], any strides.
+        k_scales, v_scales: scales beside them, as in ``LayerCache``, for formats that store them.
         slot_mapping: int64 [T].
         format: the cache's format.
-        scales: k_scale and v_scale; quantised formats divide by them.
+        scales: k_scale and v_scale, which writing divides by in formats they apply to.
     """
     fmt = resolve(format, k.dtype)
     _, page_size, heads, _ = k_cache.shape
@@ -215,7 +226,7 @@ def write_pages(
         dtype=k.dtype,
     )
     spec = CacheSpec(format=fmt.name, page_size=page_size)
-    cache = wrap(shape, spec, (k_cache, v_cache), (None, None), k.device)
+    cache = wrap(shape, spec, (k_cache, v_cache), (k_scales, v_scales), k.device)
     index = write_index(slot_mapping, page_size)
     index.check(cache.num_pages * page_size)
     check_new_rows(k, v, shape, index.num_tokens, k.device)

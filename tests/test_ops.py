@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 import pageant
 from pageant import ArgumentError, Layer, ops
+from pageant.cache.formats import FORMATS
 from pageant.kernels import reference
+from pageant.plan.op_inputs import SCALE_NAMES
 from tests.inputs import BOUNDS, Case, assert_close, build
 from tests.reports.scene import each_dtype, each_kernel
 
@@ -142,18 +144,25 @@ def test_ragged_attention_without_anything(kernels):
     assert (out == 0).all()
 
 
-@pytest.mark.parametrize("format", ["fp32", "bf16", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_write_then_attend(format):
-    """Pages of bytes for 8-bit formats: the format says how to read them."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(format, torch.uint8)
-    k_cache, v_cache = torch.zeros(3, 4, 1, 16, dtype=dtype), torch.zeros(3, 4, 1, 16, dtype=dtype)
-    v = torch.tensor([0.0, 1.0, 5.0])[:, None, None].expand(3, 1, 16)
+    """Pages of bytes for formats of 8 bits and fewer: the format says how to read them."""
+    fmt = FORMATS[format]
+    dtype = fmt.element_dtype if fmt.bits > 8 else torch.uint8
+    k_cache, v_cache = (torch.zeros(3, 4, 1, 16 // fmt.per_byte, dtype=dtype) for _ in "kv")
+    stored = {}
+    if fmt.scale_dtype is not None:
+        shape = (3, 4, 1, 1) if fmt.scale_block else (3, 4, 1)
+        stored = {name: torch.zeros(shape, dtype=fmt.scale_dtype) for name in SCALE_NAMES}
+    v = torch.tensor([0.0, 3.0, 6.0])[:, None, None].expand(3, 1, 16)
     slots = torch.tensor([11, 0, 1])
     scales = (0.5, torch.tensor(2.0))
-    ops.write_pages(torch.ones(3, 1, 16), v, k_cache, v_cache, slots, format=format, scales=scales)
-    fmt = pageant.cache.formats.FORMATS[format]
-    want = 2.5 if fmt.quantized else 5.0
-    assert (v_cache[0, 1].view(fmt.element_dtype).float() == want).all()
+    ops.write_pages(
+        torch.ones(3, 1, 16), v, k_cache, v_cache, slots, format=format, scales=scales, **stored
+    )
+    v_scales = stored["v_scales"][0, 1] if stored else None
+    written = ops.dequantize(v_cache[0, 1], v_scales, format, 2.0)
+    torch.testing.assert_close(written, torch.full((1, 16), 6.0), rtol=1e-6, atol=0)
     layer = Layer(k_scale=0.5, v_scale=torch.tensor(2.0))
     out = ops.paged_attention(
         torch.zeros(1, 2, 16),
@@ -164,9 +173,10 @@ def test_write_then_attend(format):
         ints([[2, 0]]),
         layer=layer,
         format=format,
+        **stored,
     )
-    # Keys 0 to 2 were never written and are zero; then come 0, 1 and 5.
-    torch.testing.assert_close(out, torch.ones(1, 2, 16), rtol=1e-5, atol=0)
+    # Keys 0 to 2 were never written and are zero; then come 0, 3 and 6.
+    torch.testing.assert_close(out, torch.full((1, 2, 16), 1.5), rtol=1e-5, atol=0)
 
 
 def test_write_pages_is_the_attentions():

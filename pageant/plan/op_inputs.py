@@ -13,6 +13,7 @@ from pageant.types import bad
 BATCH_FIELDS = ("causal", "draft_mask", "draft_parents", "encoder_seq_lens")
 INT32, BYTES = (torch.int32,), (torch.uint8, torch.int8)
 KEY_NAMES, PAGE_NAMES = ("k", "v"), ("k_cache", "v_cache")
+SCALE_NAMES = ("k_scales", "v_scales")
 
 
 def check_names(given: Iterable[str], known: Iterable[str]) -> None:
@@ -35,7 +36,7 @@ def check_states(
 
     Args:
         q: queries, of a model dtype.
-        k, v: keys and values, stored in the format.
+        k, v: keys and values, stored in the format (nvfp4: [.., Hkv, D / 2]).
         names: what errors call k and v; PAGE_NAMES have pages and rows before their heads.
         format: the name of a format.
     """
@@ -45,13 +46,13 @@ def check_states(
     if not isinstance(format, str):
         raise bad("format", format, "the name of a cache format")
     fmt = resolve(format, q.dtype)
-    kinds = (fmt.element_dtype, *(BYTES if fmt.bits == 8 else ()))
+    kinds = (fmt.element_dtype, *(BYTES if fmt.bits <= 8 else ()))
     dims = 4 if names == PAGE_NAMES else 3
     for name, x in zip(names, (k, v), strict=True):
         check_tensor(name, x, kinds, dims=dims, device=q.device)
         if x.shape[-1] > 1 and x.stride(-1) != 1:
             raise bad(name, f"content stride {x.stride(-1)}", "content stride 1")
-    if k.shape[-1] != q.shape[-1]:
+    if k.shape[-1] * fmt.per_byte != q.shape[-1]:
         raise bad(names[0], list(k.shape), f"head size {q.shape[-1]}, as of q")
     if k.shape[:-1] != v.shape[:-1]:
         have = ", ".join(map(str, k.shape[:-1]))

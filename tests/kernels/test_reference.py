@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pageant.cache.formats import FORMATS
 from pageant.cache.pages import LayerCache
+from pageant.cache.quantize import encode
 from pageant.kernels import reference
 from pageant.kernels.call import AttentionCall
 from pageant.plan.buffers import Workspace
@@ -278,22 +279,30 @@ def test_merge_leaves_empty_parts_out(nothing):
 
 def pages(name="fp32", count=4, size=2, heads=1, dim=2):
     fmt = FORMATS[name]
-    k, v = (torch.zeros(count, size, heads, dim).to(fmt.element_dtype) for _ in "kv")
-    return LayerCache(k, v, fmt)
+    stored = [encode(torch.zeros(count, size, heads, dim), fmt) for _ in "kv"]
+    (k, v), scales = zip(*stored, strict=True)
+    return LayerCache(k, v, fmt, *scales)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_gather_reads_what_somebody_sees(name):
     """Five keys in pages 3, 0 and one that does not exist; rows see keys 1, 2 and 3."""
     cache = pages(name)
-    cache.k[:] = torch.tensor(NAN).to(cache.k.dtype)
-    for page, row, value in ((3, 1, 1.0), (0, 0, 2.0), (0, 1, 3.0)):
-        cache.k[page, row] = torch.tensor(value).to(cache.k.dtype)
+    poison = cache.k if cache.k_scales is None else cache.k_scales
+    poison[:] = torch.tensor(NAN).to(poison.dtype)
+    for page, row, value in ((3, 1, 1.5), (0, 0, 3.0), (0, 1, 6.0)):
+        codes, scale = encode(torch.full((1, 2), value), cache.format)
+        cache.k[page, row] = codes
+        if scale is not None:
+            cache.k_scales[page, row] = scale
     mask = torch.tensor([[0, 1, 1, 0, 0], [0, 0, 1, 1, 0]]).bool()
-    got = reference.gather(cache.k, cache.format, torch.tensor([3, 0, 99]), mask)
+    got = reference.gather(cache.sides[0], cache.format, torch.tensor([3, 0, 99]), mask)
     assert got.dtype == torch.float64
     assert got.shape == (5, 1, 2)
-    assert got[:, 0].tolist() == [[0, 0], [1, 1], [2, 2], [3, 3], [0, 0]]
+    want = torch.tensor([0.0, 1.5, 3, 6, 0])[:, None].expand(5, 2).double()
+    # A row's scale is rounded to float32; that of a block is exact here.
+    has_row_scales = cache.k_scales is not None and cache.k_scales.dtype == torch.float32
+    torch.testing.assert_close(got[:, 0], want, rtol=1e-7 if has_row_scales else 0, atol=0)
 
 
 def test_write_pages_by_hand():

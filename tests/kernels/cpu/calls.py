@@ -52,11 +52,14 @@ def make_call(
     for request, count in enumerate(counts):
         table[request, :count] = torch.tensor([next(order) for _ in range(count)])
     middle = (page_size, heads[1]) if heads_inside else (heads[1], page_size)
-    k, v = (
+    stored = [
         encode(torch.randn(int(counts.sum()), *middle, dim, generator=rng), fmt) for dim in dims
-    )
+    ]
+    (k, v), (k_scales, v_scales) = zip(*stored, strict=True)
     if not heads_inside:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
+        if k_scales is not None:
+            k_scales, v_scales = k_scales.transpose(1, 2), v_scales.transpose(1, 2)
     tokens = int(rows.sum())
     resolved = LayerParams(**{"score_scale": dims[0] ** -0.5, **params})
     each = np.full(len(lengths), causal) if isinstance(causal, bool) else causal.numpy()
@@ -69,7 +72,7 @@ def make_call(
     partials = (len(lengths) * (splits or WORKERS) + 1, int(rows.max()), heads[0])
     return AttentionCall(
         q=torch.randn(tokens + PADDING, heads[0], dims[0], generator=rng).to(dtype),
-        cache=LayerCache(k, v, fmt),
+        cache=LayerCache(k, v, fmt, k_scales, v_scales),
         out=torch.full((tokens + PADDING, heads[0], dims[1]), UNTOUCHED, dtype=dtype),
         lse=torch.full((tokens + PADDING, heads[0]), UNTOUCHED),
         query_start_loc=torch.tensor([0, *rows.cumsum()], dtype=torch.int32),

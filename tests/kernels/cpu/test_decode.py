@@ -15,8 +15,9 @@ import torch
 
 from pageant.cache.formats import FORMATS
 from pageant.cache.pages import LayerCache
+from pageant.cache.quantize import dequantize
 from pageant.kernels.call import AttentionCall
-from pageant.kernels.cpu import decode
+from pageant.kernels.cpu import decode, decode_walk
 from tests.inputs import BOUNDS
 from tests.kernels.cpu import calls
 from tests.kernels.cpu.calls import UNTOUCHED, fresh
@@ -73,10 +74,10 @@ def test_one_variant_is_compiled_a_storage_type() -> None:
     for features in FEATURES.values():
         decode.run(make_call([(1, 9)] * 5, **features))
     decode.run(make_call([(2, 9)], draft=torch.ones(2, 3, dtype=torch.bool)))
-    assert len(decode._walk.signatures) <= 3
+    assert len(decode_walk.walk.signatures) <= 3
 
 
-@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2", "fp16", "bf16"])
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2", "fp16", "bf16", "int8"])
 def test_every_bit_pattern_is_read_as_torch_reads_it(format: str) -> None:
     fmt = FORMATS[format]
     bits = {8: torch.uint8, 16: torch.int16}[fmt.bits]
@@ -90,21 +91,37 @@ def test_every_bit_pattern_is_read_as_torch_reads_it(format: str) -> None:
         dims=(16, codes.numel() // requests),
     )
     call.cache.v.view(bits)[:, 0, 0] = codes.view(bits).view(requests, -1)
+    if call.cache.v_scales is not None:
+        call.cache.v_scales[:] = 1.0
     decode.run(call)
     want = codes.float().view(requests, -1)[call.page_table[:, 0].long()]
     assert torch.equal(call.out[:-2, 0].nan_to_num(nan=0.5), want.nan_to_num(nan=0.5))
     assert torch.equal(call.out[:-2, 0].isnan(), want.isnan())
 
 
+def test_every_pair_and_block_scale_is_read_by_the_definition() -> None:
+    """All bytes in one value of 512 elements, under each of the 256 scales."""
+    call = make_call([(1, 1)] * 256, format="nvfp4", page_size=1, heads=(1, 1), dims=(16, 512))
+    page = call.page_table[:, 0].long()
+    every = torch.arange(256, dtype=torch.uint8)
+    assert call.cache.v_scales is not None
+    call.cache.v[:, 0, 0] = every
+    call.cache.v_scales.view(torch.uint8)[page, 0, 0] = every[:, None].expand(256, 32)
+    decode.run(call)
+    scales = call.cache.v_scales[page, 0, 0]
+    want = dequantize(every.expand(256, 256), scales, "nvfp4")
+    torch.testing.assert_close(call.out[:256, 0], want, rtol=0, atol=0, equal_nan=True)
+
+
 def test_exp_and_tanh() -> None:
     x = np.concatenate([-np.geomspace(1e-7, 86.9, 4000), [0.0, 80.0]]).astype(np.float32)
-    got = np.array([decode._exp(each) for each in x])
+    got = np.array([decode_walk._exp(each) for each in x])
     assert np.abs(got / np.exp(x.astype(np.float64)) - 1).max() < 5e-7
-    assert decode._exp(np.float32(-np.inf)) == 0
-    assert np.isnan(decode._exp(np.float32(np.nan)))
+    assert decode_walk._exp(np.float32(-np.inf)) == 0
+    assert np.isnan(decode_walk._exp(np.float32(np.nan)))
     x = np.concatenate([np.geomspace(1e-20, 100, 4000), [0.59999, 0.6, np.inf]]).astype(np.float32)
     for sign in (1, -1):
-        got = np.array([decode._tanh(np.float32(sign * each)) for each in x])
+        got = np.array([decode_walk._tanh(np.float32(sign * each)) for each in x])
         assert np.abs(sign * got / np.tanh(x.astype(np.float64)) - 1).max() < 5e-7
 
 
@@ -184,7 +201,8 @@ def test_threads_and_concurrent_callers_agree(monkeypatch: pytest.MonkeyPatch) -
 
 SPAWNED = """
 import torch
-from pageant.kernels.cpu import decode
+from pageant.cache.quantize import dequantize
+from pageant.kernels.cpu import decode, decode_walk
 from tests.kernels.cpu.test_decode import make_call
 decode.THREAD_READS = 0
 call = make_call([(1, 700), (2, 900)])
