@@ -11,8 +11,8 @@ import torch
 
 from pageant.api import Attention
 from pageant.cache.formats import resolve
-from pageant.cache.wrap import wrap
 from pageant.cache.quantize import dequantize, quantize
+from pageant.cache.wrap import wrap
 from pageant.kernels.cpu import write_pages as cpu_write
 from pageant.kernels.cpu.merge import merge_states
 from pageant.plan.batch import Batch

@@ -37,8 +37,6 @@ from dataclasses import dataclass
 
 import torch
 
-from pageant.types import bad
-
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 PARTS = ("k", "k_scales", "v", "v_scales")
 

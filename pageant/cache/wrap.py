@@ -77,7 +77,7 @@ def _typed(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if tensor.dtype == dtype:
         return tensor
     is_bytes = tensor.dtype in (torch.uint8, torch.int8)
-    if dtype.itemsize == 1 and (is_bytes or tensor.element_size() == 1 and dtype == torch.uint8):
+    if dtype.itemsize == 1 and (is_bytes or (tensor.element_size() == 1 and dtype == torch.uint8)):
         return tensor.view(dtype)
     bytes_too = " or uint8" if dtype.itemsize == 1 and dtype != torch.uint8 else ""
     raise bad(name, tensor.dtype, f"{dtype}{bytes_too}")

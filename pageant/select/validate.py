@@ -28,6 +28,7 @@ from pageant.types import (
 
 OUT_FORMATS: tuple[str, ...] = get_args(OutFormat)
 COMMS = ("ag_rs", "a2a")
+SCALE_ORDERS = ("linear", "swizzled")
 HEAD_DIMS = (
     f"a multiple of {EVERY_HEAD_DIM.step} from {EVERY_HEAD_DIM.first} to {EVERY_HEAD_DIM.last}"
 )
@@ -57,7 +58,7 @@ def check_config(
         for name, value, kind, check_part in parts:
             _require(isinstance(value, kind), name, value, f"a pageant.{kind.__name__}")
             check_part(value)
-        resolve(cache.format, shape.dtype)
+        _check_scale_order(shape, cache)
 
     return _verdict(check)
 
@@ -107,6 +108,18 @@ def _check_cache(cache: CacheSpec) -> None:
     _require(isinstance(cache.format, str), "cache", cache.format, "the name of a format")
     _require(_is_whole(cache.page_size, 1), "page_size", cache.page_size, FROM_ONE)
     _require(_is_in(cache.layout, LAYOUTS), "layout", cache.layout, ", ".join(LAYOUTS))
+
+
+def _check_scale_order(shape: Shape, cache: CacheSpec) -> None:
+    fmt, order = resolve(cache.format, shape.dtype), cache.v_scale_order
+    _require(_is_in(order, SCALE_ORDERS), "v_scale_order", order, ", ".join(SCALE_ORDERS))
+    scales = fmt.num_scales(shape.value_dim) if fmt.scale_block else 0
+    fits = scales > 0 and scales % 4 == 0 and cache.page_size % 4 == 0
+    allowed = (
+        "linear; swizzled needs an nvfp4 format, page_size a multiple of 4 and a multiple of 4 "
+        "scales a value"
+    )
+    _require(order == "linear" or fits, "v_scale_order", order, allowed)
 
 
 def _check_features(features: Features) -> None:
