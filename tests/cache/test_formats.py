@@ -196,7 +196,7 @@ SCALED = {
     "nvfp4_4over6": (4, 2, True, 20, 3, 3),
 }
 each_scaled = pytest.mark.parametrize("name", SCALED)
-each_quantized = pytest.mark.parametrize("name", (*EIGHT_BITS, *SCALED))
+each_quantized = pytest.mark.parametrize("name", [*EIGHT_BITS, *SCALED])
 each_row_scaled = pytest.mark.parametrize("name", ["int8", "fp8_e4m3_token_head"])
 each_nvfp4 = pytest.mark.parametrize("name", ["nvfp4", "nvfp4_4over6"])
 
@@ -256,9 +256,7 @@ def rows(draw):
     size = draw(st.sampled_from((16, 24, 40, 48, 72)))
     rng = np.random.default_rng(draw(st.integers(0, 2**20)))
     grid = draw(st.sampled_from((0.0, 0.25, 0.5)))
-    x = rng.standard_normal(size).astype(np.float32) * np.float32(2.0) ** draw(
-        st.integers(-30, 20)
-    )
+    x = rng.standard_normal(size).astype(np.float32) * np.float32(2.0) ** draw(st.integers(-30, 20))
     if grid:  # multiples of a quarter step of the largest: every second one is a tie
         top = draw(st.sampled_from((4.0, 6.0)))
         x = np.rint(x / np.abs(x).max() * (top / grid)).astype(np.float32) * np.float32(grid)
@@ -416,7 +414,7 @@ def test_a_nan_stays_in_its_block(name):
 def test_a_shorter_last_block_has_a_scale_of_its_own(name, dim):
     x = torch.full((dim,), 6.0)
     x[dim - 8 :] = 96.0
-    codes, scales, back = assert_stored_as_defined(x, name)
+    _, scales, back = assert_stored_as_defined(x, name)
     assert scales.float().tolist() == [1.0] * (dim // 16) + [16.0]
     assert torch.equal(back, x)
 
