@@ -42,13 +42,16 @@ def paged_attention(  # budget: one argument for each thing attention needs
     format: str = "auto",
     kernels: str = "auto",
     return_lse: bool = False,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
     **batch_fields: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention over pages that are already written.
 
     Args:
         q: [T, Hq, D], model dtype.
-        k_cache, v_cache: [P, N, Hkv, D] and [P, N, Hkv, Dv], any strides with unit content stride.
+        k_cache, v_cache: [P, N, Hkv, D] and [P, N, Hkv, Dv], any strides with unit content stride;
+            nvfp4: two elements a byte.
         query_start_loc: int32 [R + 1].
         seq_lens: int32 [R].
         page_table: int32 [R, W].
@@ -56,6 +59,7 @@ def paged_attention(  # budget: one argument for each thing attention needs
         format: the cache's format.
         kernels: as ``Options.kernels``.
         return_lse: also return float32 [T, Hq], natural log.
+        k_scales, v_scales: of formats that store scales, as in ``LayerCache``.
         **batch_fields: causal, draft_mask, draft_parents or encoder_seq_lens, as in ``Batch``.
 
     Two keys that weigh the same (the query is zero); lse is ln 2:
@@ -89,7 +93,7 @@ def paged_attention(  # budget: one argument for each thing attention needs
             num_q_heads=q.shape[1],
             num_kv_heads=k_cache.shape[2],
             head_dim=q.shape[2],
-            v_head_dim=v_cache.shape[3],
+            v_head_dim=v_cache.shape[3] * resolve(format, q.dtype).per_byte,
             dtype=q.dtype,
         ),
         CacheSpec(format=format, page_size=k_cache.shape[1]),
@@ -103,7 +107,7 @@ def paged_attention(  # budget: one argument for each thing attention needs
         Options(kernels=kernels),
         q.device,
     )
-    cache = attn.wrap_cache(k_cache, v_cache)
+    cache = attn.wrap_cache(k_cache, v_cache, k_scales, v_scales)
     return attn.run(attn.plan(batch), q, cache, layer, return_lse=return_lse)
 
 
@@ -156,7 +160,7 @@ def ragged_attention(
     )
 
 
-def write_pages(
+def write_pages(  # budget: one argument for each tensor a layer's pages consist of
     k: torch.Tensor,
     v: torch.Tensor,
     k_cache: torch.Tensor,
@@ -165,15 +169,19 @@ def write_pages(
     *,
     format: str = "auto",
     scales: tuple[Scalar, Scalar] = (1.0, 1.0),
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> None:
     """Store tokens' keys and values by slot (page * page_size + row); negative slots are skipped.
 
     Args:
         k, v: [>= T, Hkv, D] and [>= T, Hkv, Dv]; rows past T are ignored.
-        k_cache, v_cache: [P, N, Hkv, D] and [P, N, Hkv, Dv], any strides.
+        k_cache, v_cache: [P, N, Hkv, D] and [P, N, Hkv, Dv], any strides; nvfp4: two elements a
+            byte.
         slot_mapping: int64 [T].
         format: the cache's format.
         scales: k_scale and v_scale; quantised formats divide by them.
+        k_scales, v_scales: of formats that store scales, as in ``LayerCache``.
     """
     fmt = resolve(format, k.dtype)
     _, page_size, heads, _ = k_cache.shape
@@ -185,7 +193,7 @@ def write_pages(
         dtype=k.dtype,
     )
     spec = CacheSpec(format=fmt.name, page_size=page_size)
-    cache = wrap(shape, spec, (k_cache, v_cache), (None, None), k.device)
+    cache = wrap(shape, spec, (k_cache, v_cache), (k_scales, v_scales), k.device)
     index = write_index(slot_mapping, page_size)
     index.check(cache.num_pages * page_size)
     check_new_rows(k, v, shape, index.num_tokens, k.device)
