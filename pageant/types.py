@@ -82,8 +82,8 @@ class CacheSpec:
     Attributes:
         format: a name from ``pageant.cache.formats``; "auto" stores the model's own dtype.
         page_size: tokens a page, from 1 up.
-        layout: memory order of the axes, outermost first: of ``pageant.cache.layout.LAYOUTS``.
-        v_scale_order: of nvfp4's stored V scales: "linear", or "swizzled" as SM10x kernels read.
+        layout: memory order of the axes: one of ``pageant.cache.layout.LAYOUTS``.
+        v_scale_order: of nvfp4's stored V scales, "linear" or "swizzled" (for SM10x kernels).
     """
 
     format: str = "auto"

@@ -160,7 +160,12 @@ def wrong_way(source: Source, target: str) -> str | None:
 
 
 def kernel_may_import(source: Source, target: str) -> bool:
-    """Whether a file of kernels/ may import this name of kernels/."""
+    """Whether a file of kernels/ may import this name of kernels/.
+
+    A kernel may have parts of its own: ``decode.py`` imports ``decode_*.py``.
+    """
+    if not source.is_init and target.startswith(f"{source.module}_"):
+        return True
     own = source.module if source.is_init else f"{source.folder}.common"
     return below(target, "kernels.call", own)
 

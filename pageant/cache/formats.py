@@ -144,7 +144,7 @@ FORMATS: dict[str, Format] = {
             quantized=True,
             scale_dtype=torch.float32,
         ),
-        # e2m1 of the OCP microscaling specification 1.0; NVIDIA's blocks of 16 and e4m3 scales.
+        # e2m1 of the OCP microscaling formats 1.0, with NVIDIA's blocks of 16 and e4m3 scales.
         Format(
             name="nvfp4",
             element_dtype=torch.uint8,

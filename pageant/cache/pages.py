@@ -104,10 +104,10 @@ def layer_of(
     if fmt.scale_dtype is None:
         return LayerCache(k, v, fmt)
     names = ("k_scales", "v_scales")
-    scales = (layout.view(storage, layer, part, fmt.scale_dtype) for part in names)
+    k_scales, v_scales = (layout.view(storage, layer, part, fmt.scale_dtype) for part in names)
     if not fmt.scale_block:
-        scales = (view.squeeze(-1) for view in scales)
-    return LayerCache(k, v, fmt, *scales, v_scale_order)
+        k_scales, v_scales = k_scales.squeeze(-1), v_scales.squeeze(-1)
+    return LayerCache(k, v, fmt, k_scales, v_scales, v_scale_order)
 
 
 def layout_for(shape: Shape, spec: CacheSpec, num_layers: int, num_pages: int) -> CacheLayout:

@@ -155,14 +155,12 @@ def _regions(
 
 def _check_dense(combined: torch.Tensor, num_axes: int) -> None:
     """Raise unless the last axes lie one inside the other without gaps."""
-    step = 1
-    for size, stride in list(zip(combined.shape, combined.stride(), strict=True))[
-        : -num_axes - 1 : -1
-    ]:
-        if size > 1 and stride != step:
+    step: int = 1
+    for axis in range(-1, -1 - num_axes, -1):
+        if combined.shape[axis] > 1 and combined.stride(axis) != step:
             allowed = f"no gaps within the last {num_axes} axes"
             raise bad("combined", f"a tensor of strides {combined.stride()}", allowed)
-        step *= size
+        step *= int(combined.shape[axis])
 
 
 def _region(source: torch.Tensor, layout: CacheLayout, part: str, fmt: Format) -> torch.Tensor:
@@ -172,7 +170,7 @@ def _region(source: torch.Tensor, layout: CacheLayout, part: str, fmt: Format) -
     outer = {axis: i for i, axis in enumerate(axes) if axis not in (*layout.inner, "C")}
     strides |= {axis: source.stride(i) for axis, i in outer.items()}
     sizes = {**layout.sizes, "B": source.shape[axes.index("B")], "C": layout.parts[part][1]}
-    start += source.storage_offset()
+    start = int(start + source.storage_offset())
     dtype = fmt.scale_dtype if part.endswith("scales") else fmt.element_dtype
     assert dtype is not None
     for place in (start, *(strides[axis] for axis in "BNH" if sizes[axis] > 1)):

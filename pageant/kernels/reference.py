@@ -38,12 +38,8 @@ def run(call: AttentionCall) -> None:
             window=call.params.window,
             draft=None if call.draft_mask is None else call.draft_mask[first:last],
         )
-        out, lse = attend(
-            call.q[first:last].to(EXACT),
-            *(gather(side, call.cache.format, pages, mask) for side in call.cache.sides),
-            mask,
-            call.params,
-        )
+        k, v = (gather(side, call.cache.format, pages, mask) for side in call.cache.sides)
+        out, lse = attend(call.q[first:last].to(EXACT), k, v, mask, call.params)
         call.out[first:last] = out.to(call.out.dtype)
         if call.lse is not None:
             call.lse[first:last] = lse.float()

@@ -92,12 +92,9 @@ def check_cache(cache: LayerCache, shape: Shape, fmt: Format, page_size: int) ->
         raise bad("cache", have, f"{want}, that is {names}")
     for side, dim in zip(cache.sides, (shape.head_dim, shape.value_dim), strict=True):
         size = (*side.elements.shape[:3], *([fmt.num_scales(dim)] if fmt.scale_block else []))
-        if fmt.scale_dtype is None:
-            fits = side.scales is None
-        else:
-            fits = side.scales is not None and side.scales.shape == size
-            fits = fits and side.scales.dtype == fmt.scale_dtype
-        if not fits:
+        scales = side.scales
+        stored = None if scales is None else (scales.dtype, tuple(scales.shape))
+        if stored != (None if fmt.scale_dtype is None else (fmt.scale_dtype, size)):
             raise bad("cache", "pages with other scales", f"{fmt.scale_dtype} scales {list(size)}")
 
 

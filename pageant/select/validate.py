@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import torch
 
-from pageant.cache.formats import OF_DTYPE, resolve
+from pageant.cache.formats import OF_DTYPE, Format, resolve
 from pageant.cache.layout import LAYOUTS
 from pageant.select.rows import EVERY_HEAD_DIM, KERNELS, OWNERS, ROWS
 from pageant.types import (
@@ -28,7 +28,6 @@ from pageant.types import (
 
 OUT_FORMATS: tuple[str, ...] = get_args(OutFormat)
 COMMS = ("ag_rs", "a2a")
-SCALE_ORDERS = ("linear", "swizzled")
 HEAD_DIMS = (
     f"a multiple of {EVERY_HEAD_DIM.step} from {EVERY_HEAD_DIM.first} to {EVERY_HEAD_DIM.last}"
 )
@@ -58,7 +57,7 @@ def check_config(
         for name, value, kind, check_part in parts:
             _require(isinstance(value, kind), name, value, f"a pageant.{kind.__name__}")
             check_part(value)
-        _check_scale_order(shape, cache)
+        _check_scale_order(resolve(cache.format, shape.dtype), shape, cache)
 
     return _verdict(check)
 
@@ -110,16 +109,14 @@ def _check_cache(cache: CacheSpec) -> None:
     _require(_is_in(cache.layout, LAYOUTS), "layout", cache.layout, ", ".join(LAYOUTS))
 
 
-def _check_scale_order(shape: Shape, cache: CacheSpec) -> None:
-    fmt, order = resolve(cache.format, shape.dtype), cache.v_scale_order
-    _require(_is_in(order, SCALE_ORDERS), "v_scale_order", order, ", ".join(SCALE_ORDERS))
-    scales = fmt.num_scales(shape.value_dim) if fmt.scale_block else 0
-    fits = scales > 0 and scales % 4 == 0 and cache.page_size % 4 == 0
-    allowed = (
-        "linear; swizzled needs an nvfp4 format, page_size a multiple of 4 and a multiple of 4 "
-        "scales a value"
-    )
-    _require(order == "linear" or fits, "v_scale_order", order, allowed)
+def _check_scale_order(fmt: Format, shape: Shape, cache: CacheSpec) -> None:
+    order, name = cache.v_scale_order, "v_scale_order"
+    _require(_is_in(order, ("linear", "swizzled")), name, order, "linear, swizzled")
+    if order == "swizzled":
+        blocks = fmt.num_scales(shape.value_dim)
+        ok = bool(fmt.scale_block) and cache.page_size % 4 == 0 and blocks % 4 == 0
+        allowed = "linear, unless four tokens' scales of four blocks make a tile: nvfp4, page_size "
+        _require(ok, name, order, f"{allowed}a multiple of 4 and v_head_dim one of 64")
 
 
 def _check_features(features: Features) -> None:

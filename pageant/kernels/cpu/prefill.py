@@ -11,8 +11,8 @@ rows see all of it, by blocks of rows where the newest keys meet their own rows,
 additive bias [1, 1 or Hq, rows, keys] otherwise. It knows no soft cap, so capped scores are
 computed here. Tiles are folded by their lse in float32; the sink enters once, at the end.
 
-Limits: unit content stride; formats whose elements are floats without stored scales. Torch's kernel
-wants keys and values of one head size, so the narrower is padded with zeros to `width`.
+Limits: unit content stride. Torch's kernel wants keys and values of one head size, so the narrower
+is padded with zeros to `width`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from functools import lru_cache
 
 import torch
 
-from pageant.cache.formats import Format
+from pageant.cache.formats import FORMATS, Format
+from pageant.cache.layout import swizzled
+from pageant.cache.pages import Side
 from pageant.cache.quantize import decode
 from pageant.kernels.call import AttentionCall
 from pageant.plan.inputs import LayerParams
@@ -35,6 +37,8 @@ SQUARE_ROWS = 256  # rows of a causal square computed at once, over keys up to t
 SCORES = 1 << 22  # floats of a tile's bias or scores, where there is one a head
 MIN_KEYS = 256  # keys of such a tile; with fewer, folding costs more than the scores
 WHOLE_PAGE = 128  # tokens; larger pages are cut, smaller ones gathered whole in one call
+
+ONES = torch.ones(256, 1).to(torch.float8_e4m3fn)
 
 State = tuple[torch.Tensor, torch.Tensor]  # out [rows, Hq, >= Dv] and lse float32 [rows, Hq]
 
@@ -177,34 +181,66 @@ class _Keys:
 
     def __init__(self, call: AttentionCall, most_keys: int) -> None:
         """Room for tiles of up to `most_keys` keys."""
-        self.cache, self.page_table = call.cache, call.page_table
-        fmt, model = call.cache.format, call.out.dtype
-        self.dtype = model if fmt.bits == 8 else torch.promote_types(model, fmt.element_dtype)
-        if call.params.soft_cap is not None:
-            self.dtype = torch.float32
+        self.format, self.page_table = call.cache.format, call.page_table
+        self.page_size = call.cache.page_size
+        self.dtype = _compute_dtype(call)
         self.width = max(call.q.shape[2], call.out.shape[2])
-        codes = torch.uint8 if fmt.bits == 8 else fmt.element_dtype
-        slots = most_keys
-        if call.cache.page_size <= WHOLE_PAGE:  # whole pages: part of one more at either end
-            slots += 2 * call.cache.page_size
-        shape = call.cache.k.shape[2], slots, self.width
-        self._pairs = [
-            (view.view(codes), torch.zeros(shape, dtype=codes))
-            for view in (call.cache.k, call.cache.v)
-        ]
+        slots = most_keys + 2 * self.page_size  # whole pages: part of one more at either end
+        self._pairs = [_Pair(side, self.format, self.width, slots) for side in call.cache.sides]
 
     def gather(self, request: int, a: int, b: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values a to b of a request: [1, Hkv, b - a, width] each, valid until the next.
 
         They may share the buffers' memory.
         """
-        n, fmt = self.cache.page_size, self.cache.format
+        n = self.page_size
         pages = self.page_table[request, a // n : -(-b // n)]
-        k, v = (
-            _widen(_copy_pages(view, pages, (a, b), buffer), fmt, self.dtype)[None]
-            for view, buffer in self._pairs
-        )
-        return k, v
+        k, v = (_widen(*pair.copy(pages, (a, b)), self.format, self.dtype) for pair in self._pairs)
+        return k[None, ..., : self.width], v[None, ..., : self.width]
+
+
+def _compute_dtype(call: AttentionCall) -> torch.dtype:
+    fmt, model = call.cache.format, call.out.dtype
+    has_row_scales = fmt.scale_dtype is not None and not fmt.scale_block
+    if call.params.soft_cap is not None or (has_row_scales and model == torch.float16):
+        return torch.float32
+    return model if fmt.bits <= 8 else torch.promote_types(model, fmt.element_dtype)
+
+
+class _Pair:
+    """Head-major copies of one side's elements [Hkv, slots, ..] and scales; zeros past its size."""
+
+    def __init__(self, side: Side, fmt: Format, width: int, slots: int) -> None:
+        codes = fmt.element_dtype if fmt.bits > 8 else torch.uint8
+        self.elements, self.scales = side.elements.view(codes), side.scales
+        self.is_swizzled = side.is_swizzled
+        heads = self.elements.shape[2]
+        if fmt.scale_block:
+            blocks = fmt.num_scales(width)
+            width = blocks * fmt.scale_block // fmt.per_byte
+            self._scale_room = torch.zeros(heads, slots, blocks, dtype=torch.uint8)
+        elif self.scales is not None:
+            self.scales = self.scales[..., None]
+            self._scale_room = torch.zeros(heads, slots, 1)
+        self._room = torch.zeros(heads, slots, width, dtype=codes)
+
+    def copy(
+        self, pages: torch.Tensor, bounds: tuple[int, int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Elements and scales of slots a to b of the pages."""
+        codes = _copy_pages(self.elements, pages, bounds, self._room)
+        if self.scales is None:
+            return codes, None
+        if not self.is_swizzled:
+            scales = self.scales.view(self._scale_room.dtype)
+            return codes, _copy_pages(scales, pages, bounds, self._scale_room)
+        whole = self.scales.view(torch.uint8)[pages]
+        (a, b), (n, size) = bounds, whole.shape[1::2]
+        rows, columns = swizzled(torch.arange(a, b) % n, size)
+        page = torch.arange(a, b) // n - a // n
+        found = self._scale_room[:, : b - a]
+        found[..., :size] = whole[page[:, None], rows, :, columns].permute(2, 0, 1)
+        return codes, found
 
 
 def _copy_pages(
@@ -226,17 +262,42 @@ def _copy_pages(
     return buffer[:, : b - a]
 
 
-def _widen(codes: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
-    """Stored elements as values of `dtype`. Bytes are looked up: torch converts fp8 slowly."""
-    if fmt.bits != 8:
-        return codes.to(dtype)
-    return _values(fmt, dtype).index_select(0, codes.flatten().int()).view(codes.shape)
+def _widen(
+    codes: torch.Tensor, scales: torch.Tensor | None, fmt: Format, dtype: torch.dtype
+) -> torch.Tensor:
+    """Stored elements [Hkv, keys, ..] as values of `dtype`, times stored scales [Hkv, keys, ..].
+
+    Bytes are looked up: torch converts fp8 slowly.
+    """
+    if scales is None:
+        return codes.to(dtype) if fmt.bits > 8 else _looked_up(codes, _values(fmt, dtype))
+    if fmt.scale_block:  # products of e2m1 and e4m3 have 6 bits: exact in every dtype
+        factors = _looked_up(scales, _values(FORMATS["fp8_e4m3"], dtype))
+        blocks = _looked_up(codes, _pairs(dtype)).view(dtype).unflatten(-1, (-1, fmt.scale_block))
+        return blocks.mul_(factors[..., None]).flatten(-2)
+    if fmt.exponent_bits == 0:
+        values = codes.view(fmt.element_dtype).float()
+    else:
+        values = _looked_up(codes, _values(fmt, torch.float32))
+    return values.mul_(scales).to(dtype)
+
+
+def _looked_up(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = table.index_select(0, codes.flatten().int())
+    return found.view(codes.shape)
 
 
 @lru_cache
 def _values(fmt: Format, dtype: torch.dtype) -> torch.Tensor:
     """[256]: the value of every byte."""
-    return decode(torch.arange(256, dtype=torch.uint8), fmt, dtype)
+    return decode(torch.arange(256, dtype=torch.uint8), None, fmt, dtype)
+
+
+@lru_cache
+def _pairs(dtype: torch.dtype) -> torch.Tensor:
+    """[256]: the two e2m1 values of every byte, side by side as one element of twice their size."""
+    both = decode(torch.arange(256, dtype=torch.uint8)[:, None], ONES, FORMATS["nvfp4"], dtype)
+    return both.view({2: torch.int32, 4: torch.float64}[dtype.itemsize])[:, 0]
 
 
 def _attend(

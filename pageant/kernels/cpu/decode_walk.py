@@ -1,0 +1,500 @@
+"""The compiled part of decode on the CPU: walk a list of items over pages, and merge their parts.
+
+``decode.py`` says what is computed and prepares the arguments. Everything compiled is in this file:
+numba's cache on disk notices no change in another.
+
+Stored elements become float32 without branches, so that loops vectorise. Small floats go through
+float16, which processors convert: they come out too small by 2^8 (e4m3) or 2^14 (e2m1), and
+`decode.py` puts that into factors.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+from numba.np import arrayobj
+
+from pageant.plan.work import KEY_BEGIN, KEY_END, PARTIAL, QUERY_BEGIN, QUERY_END, REQUEST
+
+KEY_TILE = 64  # keys of one softmax step
+BLOCK = 4  # rows of K or V widened together
+AHEAD = 2  # blocks of one head whose loading starts early
+LANES = 16  # buffers are padded to whole vectors of this many floats
+# How elements are stored; see `_widen`.
+FLOAT, UPPER_HALF, HALF, E4M3, INTEGER, E2M1 = range(6)
+
+# Not nnan or ninf: -inf is the score of a hidden key, and a NaN that is seen must stay one.
+_FAST = {"reassoc", "contract", "arcp", "nsz"}
+_OPTIONS = {"nogil": True, "fastmath": _FAST, "error_model": "numpy"}
+
+
+def _jit(function: Any, **options: Any) -> Any:
+    """Compile when first called, and keep the code on disk where there is a place for it."""
+    try:
+        return numba.njit(cache=True, **_OPTIONS, **options)(function)
+    except RuntimeError:  # numba found no folder it may write to
+        return numba.njit(**_OPTIONS, **options)(function)
+
+
+def _lean_jit(function: Any) -> Any:
+    """For functions that neither allocate nor return arrays: no counting of references.
+
+    Numba counts with atomics at every view and call, which took two thirds of the time.
+    """
+    return _jit(function, forceinline=True, _nrt=False)
+
+
+_f32, _u16, _u32, _u64 = np.float32, np.uint16, np.uint32, np.uint64
+_LOG2_E, _LN_2 = _f32(1.4426950408889634), _f32(0.6931471805599453)
+_LOWEST = _f32(-87.0)  # e^x is no normal float32 below
+_HIDDEN = _f32(-np.inf)
+
+
+@_lean_jit
+def _exp(x):
+    """e^x for x <= 88 to 2e-7, 0 below _LOWEST: 2^n e^r, |r| <= ln 2 / 2, e^r by its Taylor series.
+
+    No branches and no calls, so that loops over it vectorise: numba has no vector math library.
+    """
+    bounded = x if x > _LOWEST else _LOWEST
+    n = np.floor(bounded * _LOG2_E + _f32(0.5))
+    r = bounded - n * _LN_2
+    y = _f32(1 / 5040)
+    y = y * r + _f32(1 / 720)
+    y = y * r + _f32(1 / 120)
+    y = y * r + _f32(1 / 24)
+    y = y * r + _f32(1 / 6)
+    y = y * r + _f32(1 / 2)
+    y = y * r + _f32(1)
+    y = y * r + _f32(1)
+    y = y * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(_f32)
+    y = y if x > _LOWEST else _f32(0)
+    return x if x != x else y  # noqa: PLR0124
+
+
+@_lean_jit
+def _tanh(x):
+    """tanh x to 3e-7: a continued fraction near 0, where 1 - 2 / (e^2x + 1) would cancel."""
+    z = x * x
+    near = x * (_f32(945) + z * (_f32(105) + z)) / (_f32(945) + z * (_f32(420) + z * _f32(15)))
+    size = abs(x)
+    bounded = size if size < _f32(40) else _f32(40)
+    far = _f32(1) - _f32(2) / (_exp(bounded + bounded) + _f32(1))
+    far = -far if x < _f32(0) else far
+    far = x if x != x else far  # noqa: PLR0124
+    return near if size < _f32(0.6) else far
+
+
+@intrinsic
+def _half(context: Any, bits: Any) -> tuple[Any, Any]:
+    """float32 of a float16 given as uint16, NaN and numbers without a leading 1 included."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.fpext(builder.bitcast(values[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), emit
+
+
+@_lean_jit
+def _widen(source, at, size, kind, block, b):
+    """Stored elements at, at + 1, … as float32 in row b of `block`; at and size are uint64.
+
+    float16 has 1 sign bit, 5 of exponent, 10 of mantissa; stored bits are moved where those are.
+    E4M3: 1 + 4 + 3 bits; a magnitude of 0x7f, the only NaN, gets all of float16's exponent bits.
+    """
+    if source.itemsize == 4:
+        for d in range(size):
+            block[b, d] = source[at + d]
+    elif kind == UPPER_HALF:
+        for d in range(size):
+            block[b, d] = _u32(_u32(source[at + d]) << _u32(16)).view(_f32)
+    elif source.itemsize == 2:
+        for d in range(size):
+            block[b, d] = _half(_u16(source[at + d]))
+    elif kind == HALF:
+        for d in range(size):
+            block[b, d] = _half(_u16(_u32(source[at + d]) << 8))
+    elif kind == E4M3:
+        for d in range(size):
+            code = _u16(np.int8(_u32(source[at + d])) << 7)
+            code = _u16(code & 0xBFFF)
+            block[b, d] = _half(_u16(code | _u16(_u16(code + 0x80) & 0x4000)))
+    else:
+        for d in range(size):
+            block[b, d] = _f32(np.int8(_u32(source[at + d])))
+
+
+@intrinsic
+def _widen_pairs(
+    context: Any, source: Any, at: Any, low: Any, high: Any, block: Any, even: Any, odd: Any
+) -> tuple[Any, Any]:
+    """16 bytes of E2M1 pairs from source[at] on: float32 from block.flat[even] and [odd] on.
+
+    The first eight bytes are multiplied by `low`, the others by `high`. Written in vectors, as no
+    loop over single elements becomes them.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        def pointer(index: int, offset: int, kind: Any) -> Any:
+            view = arrayobj.make_array(signature.args[index])(context, builder, values[index])
+            place = builder.gep(view.data, [values[offset]])
+            return builder.bitcast(place, ir.VectorType(kind, 16).as_pointer())
+
+        def move(bits: int, shift: int) -> Any:
+            some = builder.and_(pairs, ir.Constant(shorts, [bits] * 16))
+            return builder.shl(some, ir.Constant(shorts, [shift] * 16))
+
+        shorts, floats = ir.VectorType(ir.IntType(16), 16), ir.VectorType(ir.FloatType(), 16)
+        pairs = builder.zext(builder.load(pointer(0, 1, ir.IntType(8)), align=1), shorts)
+        scale: Any = ir.Constant(floats, ir.Undefined)
+        for place, value in enumerate(values[2:4]):
+            scale = builder.insert_element(scale, value, ir.IntType(32)(place))
+        spread = ir.Constant(ir.VectorType(ir.IntType(32), 16), [0] * 8 + [1] * 8)
+        scale = builder.shuffle_vector(scale, scale, spread)
+        for target, magnitude, sign in ((5, (0x07, 9), (0x08, 12)), (6, (0x70, 5), (0x80, 8))):
+            halves = builder.or_(move(*magnitude), move(*sign))
+            halves = builder.bitcast(halves, ir.VectorType(ir.HalfType(), 16))
+            wide = builder.fmul(builder.fpext(halves, floats), scale)
+            builder.store(wide, pointer(4, target, ir.FloatType()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(source, at, low, high, block, even, odd), emit
+
+
+@_lean_jit
+def _widen_blocks(source, at, size, scales, scale_at, steps, table, block, b):
+    """E2M1 pairs times their blocks' scales, bytes at scale_at + steps[0], scale_at + steps[1], …
+
+    Two elements a byte, eight bytes a scale; elements 0, 2, 4, … come first in row b of `block`,
+    then 1, 3, 5, … All numbers are uint64.
+    """
+    full, row = size >> _u64(4), b * _u64(block.shape[1])
+    for pair in range(full):
+        first, s = pair << _u64(4), pair << _u64(1)
+        low = table[scales[scale_at + steps[s]]]
+        high = table[scales[scale_at + steps[s + _u64(1)]]]
+        _widen_pairs(source, at + first, low, high, block, row + first, row + size + first)
+    for d in range(full << _u64(4), size):
+        pair = _u32(source[at + d])
+        factor = table[scales[scale_at + steps[d >> _u64(3)]]]
+        even = _u16(_u16(_u16(pair & 0x07) << 9) | _u16(_u16(pair & 0x08) << 12))
+        odd = _u16(_u16(_u16(pair & 0x70) << 5) | _u16(_u16(pair & 0x80) << 8))
+        block[b, d] = _half(even) * factor
+        block[b, size + d] = _half(odd) * factor
+
+
+@intrinsic
+def _prefetch(context: Any, array: Any, index: Any) -> tuple[Any, Any]:
+    """Ask for the cache line of array[index]."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        view = arrayobj.make_array(signature.args[0])(context, builder, values[0])
+        place = builder.bitcast(builder.gep(view.data, [values[1]]), ir.IntType(8).as_pointer())
+        kind = ir.IntType(32)
+        hint = ir.FunctionType(ir.VoidType(), [place.type, kind, kind, kind])
+        function = cgutils.get_or_insert_function(builder.module, hint, "llvm.prefetch.p0i8")
+        builder.call(function, [place, kind(0), kind(3), kind(1)])  # read, keep close, data
+        return context.get_dummy_value()
+
+    return types.void(array, index), emit
+
+
+@_lean_jit
+def _step(i, steps):
+    """First key and head of the i-th block in memory; steps: (blocks, heads, heads inside)."""
+    blocks, heads, heads_inside = steps
+    block, head = (i // heads, i % heads) if heads_inside else (i % blocks, i // blocks)
+    return block * BLOCK, head
+
+
+@_lean_jit
+def _fetch_block(source, places, i, steps, head_stride, size):
+    """Start loading the rows that step i will widen: a processor does not guess jumps of pages."""
+    if i < steps[0] * steps[1]:
+        at, head = _step(i, steps)
+        for b in range(BLOCK):
+            place = places[at + b]
+            if place >= 0:
+                for d in range(0, size, 64 // source.itemsize):
+                    _prefetch(source, place + head * head_stride + d)
+
+
+@_lean_jit
+def _widen_block(stored, places, first, head, block, factors):
+    """BLOCK rows of one head into `block` [BLOCK, padded], and the factor of each row.
+
+    Place -1 is a key nobody sees: zeros.
+    """
+    source, row_scales, block_scales, table, steps, numbers = stored
+    size, kind, head_stride, scale_stride = numbers[0], numbers[1], numbers[2], numbers[3]
+    for b in range(BLOCK):
+        at = places[0, first + b]
+        if at < 0:
+            block[b, :] = _f32(0)
+            factors[b] = _f32(0)
+            continue
+        scale_at = places[1, first + b] + head * scale_stride
+        at = _u64(at + head * head_stride)
+        if source.itemsize == 1 and kind == E2M1:
+            _widen_blocks(
+                source, at, _u64(size), block_scales, _u64(scale_at), steps, table, block, _u64(b)
+            )
+        else:
+            _widen(source, at, _u64(size), kind, block, b)
+        factors[b] = row_scales[scale_at] if len(row_scales) > 0 else _f32(1)
+
+
+@_lean_jit
+def _score(k, places, steps, block, factors, q, scores):
+    """scores [rows, KEY_TILE] = q [rows, padded] . each key of the tile; rows in order of heads."""
+    blocks, heads, _ = steps
+    rows, padded = len(q) // heads, block.shape[1]
+    for i in range(blocks * heads):
+        at, head = _step(i, steps)
+        _fetch_block(k[0], places[0], i + AHEAD, steps, k[5][2], k[5][0])
+        _widen_block(k, places, at, head, block, factors)
+        f0, f1, f2, f3 = factors[0], factors[1], factors[2], factors[3]
+        for r in range(head * rows, head * rows + rows, 2):  # two rows share a block's loads
+            s0, s1, s2, s3 = _f32(0), _f32(0), _f32(0), _f32(0)
+            t0, t1, t2, t3 = _f32(0), _f32(0), _f32(0), _f32(0)
+            for d in range(padded):
+                x, y = q[r, d], q[r + 1, d]
+                b0, b1, b2, b3 = block[0, d], block[1, d], block[2, d], block[3, d]
+                s0 += x * b0
+                s1 += x * b1
+                s2 += x * b2
+                s3 += x * b3
+                t0 += y * b0
+                t1 += y * b1
+                t2 += y * b2
+                t3 += y * b3
+            scores[r, at], scores[r, at + 1] = s0 * f0, s1 * f1
+            scores[r, at + 2], scores[r, at + 3] = s2 * f2, s3 * f3
+            scores[r + 1, at], scores[r + 1, at + 1] = t0 * f0, t1 * f1
+            scores[r + 1, at + 2], scores[r + 1, at + 3] = t2 * f2, t3 * f3
+
+
+@_lean_jit
+def _weigh(v, places, steps, block, factors, weights, acc):
+    """acc [rows, padded] += weights [rows, KEY_TILE] times each value of the tile."""
+    blocks, heads, _ = steps
+    rows, padded = len(acc) // heads, block.shape[1]
+    for i in range(blocks * heads):
+        at, head = _step(i, steps)
+        _fetch_block(v[0], places[0], i + AHEAD, steps, v[5][2], v[5][0])
+        _widen_block(v, places, at, head, block, factors)
+        f0, f1, f2, f3 = factors[0], factors[1], factors[2], factors[3]
+        for r in range(head * rows, head * rows + rows, 2):
+            w0, w1 = weights[r, at] * f0, weights[r, at + 1] * f1
+            w2, w3 = weights[r, at + 2] * f2, weights[r, at + 3] * f3
+            u0, u1 = weights[r + 1, at] * f0, weights[r + 1, at + 1] * f1
+            u2, u3 = weights[r + 1, at + 2] * f2, weights[r + 1, at + 3] * f3
+            for d in range(padded):
+                b0, b1, b2, b3 = block[0, d], block[1, d], block[2, d], block[3, d]
+                acc[r, d] += w0 * b0 + w1 * b1 + w2 * b2 + w3 * b3
+                acc[r + 1, d] += u0 * b0 + u1 * b1 + u2 * b2 + u3 * b3
+
+
+@_lean_jit
+def _soften(s, first, last, distance, cap, slope, hidden, fold, peak):
+    """Scores s [KEY_TILE] of one row become weights e^(s - peak); returns peak and their sum.
+
+    Keys first to last of the tile are seen, except where `hidden`; `distance` is j - p of key 0.
+    """
+    if cap > 0:
+        for c in range(KEY_TILE):
+            s[c] = cap * _tanh(s[c] / cap)
+    if slope != 0:
+        for c in range(KEY_TILE):
+            s[c] += slope * _f32(distance + c)
+    s[:first] = _HIDDEN
+    s[last:] = _HIDDEN
+    for c in range(len(hidden)):
+        if hidden[c]:
+            s[c] = _HIDDEN
+    width = KEY_TILE // 2  # the maximum by halves: a loop that keeps one is not vectorised
+    for c in range(width):
+        fold[c] = s[c] if s[c] > s[c + width] else s[c + width]
+    while width > 1:
+        width //= 2
+        for c in range(width):
+            fold[c] = fold[c] if fold[c] > fold[c + width] else fold[c + width]
+    peak = fold[0] if fold[0] > peak else peak
+    total = _f32(0)
+    base = peak if peak > _HIDDEN else _f32(0)  # nothing finite so far: -inf - -inf is NaN
+    for c in range(KEY_TILE):
+        w = _exp(s[c] - base)
+        s[c] = w
+        total += w
+    return peak, total
+
+
+@_lean_jit
+def _finish(acc, order, total, peak, factor, sink, out):
+    """Write one row, acc over its sum of weights, and return its lse (without the sink).
+
+    order: int64 [Dv], where `acc` holds each element.
+    """
+    if total == 0:
+        out[:] = _f32(0)
+        return _HIDDEN
+    whole = total + math.exp(np.float64(sink) - peak)
+    scale = factor / whole
+    for d in range(len(out)):
+        out[d] = acc[order[d]] * scale
+    return _f32(peak + math.log(total))
+
+
+@_lean_jit
+def _hide(mask, row, column, hidden):
+    """hidden [KEY_TILE]: keys of the tile a draft row's mask refuses; key 0 is column `column`."""
+    for c in range(KEY_TILE):
+        hidden[c] = 0 <= column + c < mask.shape[1] and not mask[row, column + c]
+
+
+@_lean_jit
+def _row(i, head, rows, group):
+    """Where row i of a query head stands in buffers: the `rows` of one kv head lie together."""
+    return head // group * rows + i * group + head % group
+
+
+@_lean_jit
+def _locate(page, row, geometry, places, c):
+    """Where row `row` of a page lies: elements in places[0], its scales in places[1]."""
+    places[0, c] = page * geometry[0] + row * geometry[1]
+    inside = row % 4 if geometry[4] else 0  # swizzled: four rows' scales are transposed
+    places[1, c] = page * geometry[2] + (row - inside) * geometry[3] + inside
+
+
+@_jit
+def walk(  # budget: what a call holds, unpacked for compiled code
+    items, first_token, key_lens, table, geometry, k, v, q, causal, mask, numbers, slopes, sinks,
+    out, lse, partial_out, partial_lse,
+):  # fmt: skip
+    """Attend to every item (a row of the work list) of `items`.
+
+    `decode.py` makes the arguments and says what they hold; here are those it passes on: key_lens
+    int32 [R], table flat int32, causal bool [R], mask bool [T, M] or empty, slopes and sinks
+    float32 [Hq] or empty, numbers float32 (score scale, value scale, cap).
+    """
+    heads, page_size, table_stride, window, heads_inside = geometry
+    k_geometry, k_order, k_stored = k
+    v_geometry, v_order, v_stored = v
+    size, v_size, q_heads = q.shape[2], out.shape[2], q.shape[1]
+    group = q_heads // heads
+    drafted = mask.size > 0
+    k_block = np.zeros((BLOCK, -(-size // LANES) * LANES), _f32)
+    v_block = np.zeros((BLOCK, -(-v_size // LANES) * LANES), _f32)
+    k_at, v_at = np.empty((2, KEY_TILE), np.int64), np.empty((2, KEY_TILE), np.int64)
+    hidden, nothing = np.empty(KEY_TILE, np.bool_), np.empty(0, np.bool_)
+    fold, factors = np.empty(KEY_TILE, _f32), np.empty(BLOCK, _f32)
+    for index in range(len(items)):
+        request, partial = items[index, REQUEST], items[index, PARTIAL]
+        begin, rows = items[index, QUERY_BEGIN], items[index, QUERY_END] - items[index, QUERY_BEGIN]
+        token = first_token[request] + begin
+        n = np.int64(key_lens[request])
+        first_new = n - (first_token[request + 1] - first_token[request])
+        position = first_new + begin
+        ahead = drafted or not causal[request]  # rows may see keys after their own
+        low = max(items[index, KEY_BEGIN], position - window + 1)
+        high = min(items[index, KEY_END], n if ahead else position + rows)
+
+        padded = rows * group + rows * group % 2  # rows go by in pairs
+        total_rows = padded * heads
+        queries = np.zeros((total_rows, k_block.shape[1]), _f32)
+        acc = np.zeros((total_rows, v_block.shape[1]), _f32)
+        scores = np.zeros((total_rows, KEY_TILE), _f32)
+        peak, total = np.full(total_rows, _HIDDEN), np.zeros(total_rows, _f32)
+        for head in range(q_heads):
+            for i in range(rows):
+                r = _row(i, head, padded, group)
+                for d in range(size):
+                    queries[r, k_order[d]] = q[token + i, head, d] * numbers[0]
+
+        for tile in range(low, high, KEY_TILE):
+            count = min(KEY_TILE, high - tile)
+            blocks = -(-count // BLOCK)
+            masked = drafted and tile + count > first_new
+            for c in range(blocks * BLOCK):
+                key = tile + c
+                seen = c < count
+                if seen and masked and key >= first_new:
+                    seen = False
+                    for i in range(rows):
+                        if key > position + i - window and mask[token + i, key - first_new]:
+                            seen = True
+                k_at[:, c] = v_at[:, c] = -1
+                if seen:
+                    row = key % page_size
+                    page = np.int64(table[request * table_stride + key // page_size])
+                    _locate(page, row, k_geometry, k_at, c)
+                    _locate(page, row, v_geometry, v_at, c)
+            steps = (blocks, heads, heads_inside)
+            _score(k_stored, k_at, steps, k_block, factors, queries, scores)
+            for i in range(rows):
+                first = max(position + i - window + 1 - tile, 0)
+                last = min(count, count if ahead else position + i + 1 - tile)
+                concealed = hidden if masked else nothing
+                if masked:
+                    _hide(mask, token + i, tile - first_new, hidden)
+                for head in range(q_heads):
+                    r = _row(i, head, padded, group)
+                    slope = slopes[head] if slopes.size > 0 else _f32(0)
+                    old = peak[r]
+                    peak[r], added = _soften(
+                        scores[r], min(first, KEY_TILE), max(last, 0), tile - position - i,
+                        numbers[2], slope, concealed, fold, old,
+                    )  # fmt: skip
+                    if peak[r] > old and total[r] != 0:
+                        shrink = _exp(old - peak[r])
+                        total[r] *= shrink
+                        for d in range(acc.shape[1]):
+                            acc[r, d] *= shrink
+                    total[r] += added
+            _weigh(v_stored, v_at, steps, v_block, factors, scores, acc)
+
+        for i in range(rows):
+            for head in range(q_heads):
+                r = _row(i, head, padded, group)
+                if partial < 0:
+                    sink = sinks[head] if sinks.size > 0 else _HIDDEN
+                    row, row_lse = out[token + i], lse[token + i]
+                else:
+                    sink = _HIDDEN
+                    row, row_lse = partial_out[partial, begin + i], partial_lse[partial, begin + i]
+                row_lse[head] = _finish(
+                    acc[r], v_order, total[r], peak[r], numbers[1], sink, row[head]
+                )
+
+
+@_jit
+def merge(groups, first_token, partial_out, partial_lse, sinks, out, lse):
+    """Fold each request's parts s: out = sum e^(lse_s - max) out_s / sum e^(lse_s - max)."""
+    order = np.arange(out.shape[2])
+    for index in range(len(groups)):
+        request, slot, parts = groups[index, 0], groups[index, 1], groups[index, 2]
+        token = first_token[request]
+        acc = np.empty(out.shape[2], _f32)
+        for i in range(first_token[request + 1] - token):
+            for head in range(out.shape[1]):
+                peak, total = _HIDDEN, _f32(0)
+                for s in range(slot, slot + parts):
+                    peak = max(peak, partial_lse[s, i, head])
+                acc[:] = 0
+                for s in range(slot, slot + parts):
+                    if partial_lse[s, i, head] == _HIDDEN:
+                        continue
+                    weight = _f32(math.exp(partial_lse[s, i, head] - peak))
+                    total += weight
+                    part = partial_out[s, i, head]
+                    for d in range(len(acc)):
+                        acc[d] += weight * part[d]
+                sink = sinks[head] if sinks.size > 0 else _HIDDEN
+                row = out[token + i, head]
+                lse[token + i, head] = _finish(acc, order, total, peak, _f32(1), sink, row)
