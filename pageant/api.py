@@ -19,24 +19,19 @@ from pageant.plan.build import Plan, Planner
 from pageant.plan.inputs import (
     check_cache,
     check_new_rows,
+    check_out,
     check_query_rows,
     check_scale,
+    check_unpaged,
+    layer_of,
     resolve_layer,
 )
+from pageant.plan.tensors import check_writable
+from pageant.select.bounds import is_whole, require_whole
 from pageant.select.explain import Explanation, explain
-from pageant.select.validate import check_limits
-from pageant.types import (
-    ArgumentError,
-    CacheSpec,
-    Features,
-    Layer,
-    Limits,
-    Options,
-    Shape,
-    bad,
-)
+from pageant.select.validate import check_config, check_limits, require
+from pageant.types import CacheSpec, Features, Layer, Limits, Options, Shape, bad
 
-PLAIN = Layer()
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
@@ -98,20 +93,20 @@ class Attention:
         device: torch.device | str = "cpu",
     ) -> None:
         self.shape = shape
-        self.cache = cache or CacheSpec()
-        self.limits = limits or Limits()
-        self.features = features or Features()
-        self.options = options or Options()
+        self.cache = CacheSpec() if cache is None else cache
+        self.limits = Limits() if limits is None else limits
+        self.features = Features() if features is None else features
+        self.options = Options() if options is None else options
+        parts = self.cache, self.features, self.options
+        require(check_config(shape, *parts))
         found = Device.detect(device)
         self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
-        self._explanation = explain(shape, self.cache, self.features, self.options, found)
-        for verdict in (self._explanation.support, check_limits(self.limits)):
-            if not verdict.ok:
-                raise ArgumentError(verdict.reason or "", verdict.argument or "")
+        self._explanation = explain(shape, *parts, found)
+        require(self._explanation.support)
+        require(check_limits(self.limits))
         self.format = resolve(self.cache.format, shape.dtype)
-        self._planner = Planner(
-            shape, self.cache, self.limits, self.features, self.options, self.device
-        )
+        threshold = self._explanation.decode_threshold
+        self._planner = Planner(shape, self.limits, *parts, self.device, threshold)
 
     def explain(self) -> Explanation:
         """Which kernel serves each phase, and why each earlier one was refused."""
@@ -124,11 +119,14 @@ class Attention:
 
     def new_cache(self, *, num_layers: int, num_pages: int) -> PagedCache:
         """Memory for the keys and values of `num_layers` layers, `num_pages` pages each, zeroed."""
-        for name, value in (("num_layers", num_layers), ("num_pages", num_pages)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise bad(name, value, "a whole number from 1 up")
+        require_whole("num_layers", num_layers)
+        require_whole("num_pages", num_pages)
         layout = layout_for(self.shape, self.cache, num_layers, num_pages)
-        return PagedCache(layout, self.format, self.device, self.cache.v_scale_order)
+        try:
+            return PagedCache(layout, self.format, self.device, self.cache.v_scale_order)
+        except RuntimeError:  # torch's error when memory does not suffice
+            allowed = f"what fits in memory; this takes {layout.num_bytes} bytes"
+            raise bad("num_pages", num_pages, allowed) from None
 
     def wrap_cache(
         self,
@@ -150,9 +148,9 @@ class Attention:
 
     def pages_for(self, num_bytes: int, num_layers: int) -> int:
         """How many pages of every layer fit into `num_bytes`."""
-        for name, value, least in (("num_bytes", num_bytes, 0), ("num_layers", num_layers, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise bad(name, value, f"a whole number from {least} up")
+        if not is_whole(num_bytes, 0):
+            raise bad("num_bytes", num_bytes, "a whole number from 0 up")
+        require_whole("num_layers", num_layers)
         return num_bytes // layout_for(self.shape, self.cache, num_layers, 1).num_bytes
 
     def plan(self, batch: Batch) -> Plan:
@@ -183,10 +181,12 @@ class Attention:
             k, v: [T, Hkv, D] and [T, Hkv, Dv]; rows beyond the slot mapping's are ignored.
             layer: k_scale and v_scale; a layer with `shares_cache` writes nothing.
         """
-        layer = layer or PLAIN
+        layer = layer_of(layer)
         self._planner.require(plan)
         check_cache(cache, self.shape, self.format, self.cache.page_size)
-        index = plan.buffers.writes
+        check_writable("cache", cache.k)
+        check_writable("cache", cache.v)
+        index = plan.buffers.batch.writes
         if index is None:
             raise bad("batch.slot_mapping", None, "a tensor, for plans that write")
         index.check(cache.num_pages * cache.page_size)
@@ -217,7 +217,8 @@ class Attention:
             cache: the layer's pages, new tokens already written.
             layer: what differs in this layer; None means a plain one.
             k, v: the new tokens' keys and values, for kernels that read them unpaged.
-            out: [>= T, Hq, Dv], model dtype, written in place; None allocates it.
+            out: [>= T, Hq, Dv], model dtype, written in place: memory of its own, or q's, with its
+                strides. None allocates it.
             out_scales: block scales of a quantised output.
             return_lse: also return the log-sum-exp.
 
@@ -225,18 +226,19 @@ class Attention:
             out [T, Hq, Dv]; with `return_lse` also float32 [T, Hq], natural log, without sinks.
             Rows without a visible key are 0 and -inf, and so is padding in tensors made here.
         """
-        layer = layer or PLAIN
+        layer = layer_of(layer)
         self._planner.require(plan)
         check_cache(cache, self.shape, self.format, self.cache.page_size)
         plan.buffers.pages.check(cache.num_pages)
-        if return_lse and not self.features.lse:
-            raise bad("return_lse", True, "False, unless Features(lse=True) is declared")
+        if not isinstance(return_lse, bool) or return_lse > self.features.lse:
+            raise bad("return_lse", return_lse, "False, unless Features(lse=True) is declared")
         if out_scales is not None:
             raise bad("out_scales", "given", "None for layers whose out_format is 'model'")
-        if (k is None) != (v is None):
-            raise bad("k" if k is None else "v", None, "k and v together, or neither")
         check_query_rows(q, out, self.shape, plan.batch.num_tokens, self.device)
         params = resolve_layer(layer, self.features, self.shape, self.format, q)
+        check_unpaged(k, v, self.shape, plan.batch, self.device)
+        if out is not None:
+            check_out(out, q, cache, params)
         q = q.to(self.shape.dtype)
         if out is None:
             out = q.new_empty(q.shape[0], self.shape.num_q_heads, self.shape.value_dim)

@@ -16,9 +16,19 @@ from pageant.cache.wrap import wrap
 from pageant.kernels.cpu import write_pages as cpu_write
 from pageant.kernels.cpu.merge import merge_states
 from pageant.plan.batch import Batch
-from pageant.plan.inputs import check_new_rows, check_scale
+from pageant.plan.inputs import check_new_rows, check_scale, layer_of
+from pageant.plan.op_inputs import (
+    BATCH_FIELDS,
+    KEY_NAMES,
+    PAGE_NAMES,
+    check_flag,
+    check_lengths,
+    check_names,
+    check_starts,
+    check_states,
+)
 from pageant.plan.pages import write_index
-from pageant.types import CacheSpec, Features, Layer, Limits, Options, Scalar, Shape, bad
+from pageant.types import CacheSpec, Features, Layer, Limits, Options, Scalar, Shape
 
 __all__ = [
     "dequantize",
@@ -77,17 +87,11 @@ def paged_attention(  # budget: one argument for each thing attention needs
     >>> out[0, 0, 0], lse
     (tensor(2.), tensor([[0.6931]]))
     """
-    layer = layer or Layer()
-    batch = Batch(
-        query_start_loc=query_start_loc,
-        seq_lens=seq_lens,
-        page_table=page_table,
-        num_requests=len(seq_lens),
-        num_tokens=q.shape[0],
-        max_query_len=_most(query_start_loc.diff()),
-        max_seq_len=_most(seq_lens),
-        **batch_fields,
-    )
+    layer = layer_of(layer)
+    check_states(q, k_cache, v_cache, PAGE_NAMES, format)
+    check_flag("return_lse", return_lse)
+    check_names(batch_fields, BATCH_FIELDS)
+    batch = _batch(q, query_start_loc, seq_lens, page_table, batch_fields)
     attn = Attention(
         Shape(
             num_q_heads=q.shape[1],
@@ -111,6 +115,30 @@ def paged_attention(  # budget: one argument for each thing attention needs
     return attn.run(attn.plan(batch), q, cache, layer, return_lse=return_lse)
 
 
+def _batch(
+    q: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    others: dict[str, Any],
+) -> Batch:
+    """The batch of these tensors, with bounds read from them."""
+    lengths = {"query_start_loc": query_start_loc, "seq_lens": seq_lens, "page_table": page_table}
+    if others.get("encoder_seq_lens") is not None:
+        lengths["encoder_seq_lens"] = others["encoder_seq_lens"]
+    check_lengths(lengths, q.device, dims={"page_table": 2})
+    return Batch(
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        page_table=page_table,
+        num_requests=len(seq_lens),
+        num_tokens=q.shape[0],
+        max_query_len=_most(query_start_loc.diff()),
+        max_seq_len=_most(seq_lens),
+        **others,
+    )
+
+
 def _limits(batch: Batch) -> Limits:
     """Just room enough for one batch."""
     return Limits(
@@ -121,7 +149,8 @@ def _limits(batch: Batch) -> Limits:
 
 
 def _most(lens: torch.Tensor) -> int:
-    return int(lens.max()) if lens.numel() else 0
+    """The largest, or 0 if all are less: that is another check's to say."""
+    return max(0, int(lens.max())) if lens.numel() else 0
 
 
 def ragged_attention(
@@ -148,10 +177,11 @@ def ragged_attention(
     >>> ragged_attention(torch.zeros(3, 1, 16), torch.ones(3, 1, 16), v, starts, starts)[:, 0, 0]
     tensor([1., 2., 3.])
     """
+    check_states(q, k, v, KEY_NAMES, others.get("format", "auto"))
+    check_names(others, ("layer", "format", "kernels", "return_lse", *BATCH_FIELDS))
+    check_lengths({"key_start_loc": key_start_loc}, q.device, dims={})
+    check_starts("key_start_loc", key_start_loc, k.shape[0])
     lens = key_start_loc.diff()
-    if bool((lens < 0).any()) or int(key_start_loc[-1]) > k.shape[0]:
-        allowed = f"offsets that never fall, up to the {k.shape[0]} keys"
-        raise bad("key_start_loc", key_start_loc.tolist(), allowed)
     # A page of one token makes any row addressable; entries past a request's end are not read.
     steps = torch.arange(_most(lens), dtype=torch.int32, device=k.device)
     table = key_start_loc[:-1, None] + steps

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 
 Scalar = float | torch.Tensor
+OutFormat = Literal["model", "fp8_e4m3", "nvfp4"]
 
 
 class ArgumentError(ValueError):
@@ -109,9 +110,6 @@ class Limits:
     max_cached_tokens: int | None = None
 
 
-OutFormat = Literal["model", "fp8_e4m3", "nvfp4"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Layer:
     """What may differ from layer to layer within one plan. Everything is optional.
@@ -173,7 +171,9 @@ class Features:
     @classmethod
     def of(cls, layers: Iterable[Layer], **others: Any) -> Features:
         """The features these layers need; name those of batches (lse=…, non_causal=…) yourself."""
-        layers = list(layers) or [Layer()]
+        layers = list(layers if isinstance(layers, Iterable) else [layers]) or [Layer()]
+        for other in (layer for layer in layers if not isinstance(layer, Layer)):
+            raise bad("layers", other, "pageant.Layer values, in a list")
         return cls(
             windows=tuple(dict.fromkeys(layer.window for layer in layers)),
             soft_cap=any(layer.soft_cap is not None for layer in layers),

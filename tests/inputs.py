@@ -50,6 +50,7 @@ class Case:
     speculative: int = 0
     splits: int | None = None
     padding: int = 0
+    swizzled: bool = False
 
     def count_features(self) -> int:
         """How many things beside plain causal attention this case combines."""
@@ -67,6 +68,7 @@ class Case:
             self.padding > 0,
             self.v_head_dim != self.head_dim,
             self.memory not in ("LBHNC", "separate"),
+            self.swizzled,
         )
         return sum(on)
 
@@ -117,6 +119,9 @@ def cases(draw: Any, dtype: torch.dtype, max_len: int = 70) -> Case:
         splits=draw(st.sampled_from((None, None, 1, 2, 3, 7))),
         padding=draw(st.sampled_from((0, 0, 1, 5))),
     )
+    fmt = FORMATS[case.format]
+    if fmt.scale_block and case.page_size % 4 == 0 and fmt.num_scales(case.v_head_dim) % 4 == 0:
+        case = replace(case, swizzled=draw(maybe))
     event(f"features: {'three or more' if case.count_features() >= 3 else 'fewer'}")
     return case
 
@@ -170,6 +175,7 @@ def build(case: Case, kernels: str = "auto") -> Problem:
             format=case.format,
             page_size=case.page_size,
             layout=case.memory if case.memory in MEMORIES[:6] else "LBHNC",
+            v_scale_order="swizzled" if case.swizzled else "linear",
         ),
         pageant.Limits(max_requests=8, max_tokens=96, max_seq_len=2048),
         replace(
@@ -187,8 +193,8 @@ def build(case: Case, kernels: str = "auto") -> Problem:
     for request, (m, _) in enumerate(case.lengths):
         mask = _mask(case, request, drafts[request])
         stored = [
-            _fill(case, view, table[request], mask, scale, rng)
-            for view, scale in ((cache.k, layer.k_scale), (cache.v, layer.v_scale))
+            _fill(case, cache, side, table[request], mask, scale, rng)
+            for side, scale in ((0, layer.k_scale), (1, layer.v_scale))
         ]
         out, lse = reference.attend(
             q[start : start + m].double(), *stored, mask, _params(case, layer)
@@ -284,25 +290,33 @@ def _tables(case: Case, rng: np.random.Generator) -> tuple[int, list[list[int]]]
 
 
 def _poisoned_cache(case: Case, attn: pageant.Attention, num_pages: int) -> pageant.LayerCache:
-    kv, n = attn.shape, case.page_size
+    kv, n, fmt = attn.shape, case.page_size, attn.format
     if case.memory in MEMORIES[:6]:
         cache = attn.new_cache(num_layers=2, num_pages=num_pages)[1]
     else:
-        dtype = attn.format.element_dtype
         gap = 3 if case.memory == "strided" else 1
-        k, v = (
-            torch.zeros(num_pages, n, kv.num_kv_heads * gap, dim + 8, dtype=dtype)
-            for dim in (kv.head_dim, kv.value_dim)
-        )
-        cache = attn.wrap_cache(k[:, :, ::gap, : kv.head_dim], v[:, :, ::gap, : kv.value_dim])
-    nan = torch.tensor(torch.nan).to(attn.format.element_dtype)
-    cache.k[:], cache.v[:] = nan, nan
+
+        def room(size: int, dtype: torch.dtype) -> torch.Tensor:
+            whole = torch.zeros(num_pages, n, kv.num_kv_heads * gap, size + 8, dtype=dtype)
+            return whole[:, :, ::gap, :size]
+
+        dims = (kv.head_dim, kv.value_dim)
+        tensors = [room(dim // fmt.per_byte, fmt.element_dtype) for dim in dims]
+        if fmt.scale_dtype is not None:
+            scales = [room(fmt.num_scales(dim), fmt.scale_dtype) for dim in dims]
+            tensors += scales if fmt.scale_block else [scale[..., 0] for scale in scales]
+        cache = attn.wrap_cache(*tensors)
+    for view in (cache.k, cache.v, cache.k_scales, cache.v_scales):
+        if view is not None:
+            nan = torch.tensor(torch.nan) if view.is_floating_point() else torch.tensor(-1)
+            view[:] = nan.to(view.dtype)
     return cache
 
 
 def _fill(
     case: Case,
-    view: torch.Tensor,
+    cache: pageant.LayerCache,
+    side: int,
     pages: list[int],
     mask: torch.Tensor,
     scale: Any,
@@ -311,14 +325,27 @@ def _fill(
     """Write random rows where some query row looks; float64 [n, Hkv, D] as they read back."""
     n = mask.shape[1]
     fmt = resolve(case.format, case.dtype)
-    rows = torch.randn(n, *view.shape[2:], generator=rng)
-    codes, _ = quantize(rows, fmt.name, scale)
-    values = dequantize(codes, None, fmt.name, scale).double()
+    dim = (case.head_dim, case.v_head_dim)[side]
+    rows = torch.randn(n, case.kv_heads, dim, generator=rng)
+    codes, scales = quantize(rows, fmt.name, scale)
+    values = dequantize(codes, scales, fmt.name, scale).double()
+    view, stored, is_swizzled = cache.sides[side]
     for key in range(n):
-        if mask[:, key].any():
-            view[pages[key // case.page_size], key % case.page_size] = codes[key]
-        else:
+        page, row = pages[key // case.page_size], key % case.page_size
+        if not mask[:, key].any():
             values[key] = 0.0
+            continue
+        view[page, row] = codes[key]
+        if scales is None:
+            continue
+        if is_swizzled:
+            quarter = scales.shape[2] // 4
+            for s in range(scales.shape[2]):
+                stored[page, row // 4 * 4 + s // quarter, :, s % quarter * 4 + row % 4] = scales[
+                    key, :, s
+                ]
+        else:
+            stored[page, row] = scales[key]
     return values
 
 

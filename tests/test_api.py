@@ -11,6 +11,7 @@ import pageant
 from pageant import ArgumentError, Batch, Features, Layer, ops
 from pageant.kernels import reference
 from pageant.plan.inputs import LayerParams
+from pageant.select.bounds import LARGEST
 from tests.inputs import BOUNDS, assert_close
 from tests.reports.scene import each_dtype, each_kernel, each_phase
 
@@ -755,3 +756,270 @@ def test_a_device_that_is_none(device):
     with pytest.raises(ArgumentError, match=r"^device is .*; allowed: cpu") as error:
         pageant.Attention(pageant.Shape(num_q_heads=1, num_kv_heads=1, head_dim=16), device=device)
     assert error.value.argument == "device"
+
+
+# Memory of out
+
+
+def shared(q):
+    """Room for `q` and more around it, and a view of it that holds q."""
+    memory = torch.zeros(4 * q.numel())
+    held = memory[q.numel() : 2 * q.numel()].view(q.shape)
+    return memory, held.copy_(q)
+
+
+def square(kernels="auto", phase="prefill", **others):
+    """An Attention whose outputs have the queries' shape, and 10 queries."""
+    attn = pageant.Attention(
+        pageant.Shape(num_q_heads=4, num_kv_heads=2, head_dim=DIM, dtype=torch.float32),
+        pageant.CacheSpec(page_size=PAGE),
+        pageant.Limits(max_requests=8, max_tokens=64, max_seq_len=64),
+        EVERYTHING,
+        pageant.Options(kernels=kernels, speculative_tokens=7 if phase == "decode" else 0),
+    )
+    return attn, filled(attn), attn.plan(batch(**others)), queries()
+
+
+PARTLY = {
+    "a row later": lambda memory, q: memory[q.numel() + 64 :][: q.numel()].view(q.shape),
+    "a row earlier": lambda memory, q: memory[q.numel() - 64 :][: q.numel()].view(q.shape),
+    "an element later": lambda memory, q: memory[q.numel() + 1 :][: q.numel()].view(q.shape),
+    "heads swapped": lambda memory, q: q.view(4, 10, DIM).transpose(0, 1),
+    "wider rows": lambda memory, q: memory[q.numel() :].as_strided(q.shape, (128, DIM, 1)),
+}
+
+
+@pytest.mark.parametrize("view", PARTLY.values(), ids=PARTLY)
+def test_an_out_over_part_of_q(view):
+    attn, kv, plan, q = square()
+    memory, q = shared(q)
+    before = memory.clone()
+    with pytest.raises(ArgumentError, match="a part of q's memory") as caught:
+        attn.run(plan, q, kv, out=view(memory, q))
+    assert caught.value.argument == "out"
+    assert torch.equal(memory, before)
+
+
+@each_phase
+@each_kernel
+def test_an_out_beside_q_or_in_its_place(kernels, phase):
+    attn, kv, plan, q = square(kernels, phase)
+    want = attn.run(plan, q, kv)
+    packed = torch.stack([q, q, q], dim=1)
+    attn.run(plan, packed[:, 0], kv, out=packed[:, 2])
+    assert torch.equal(packed[:, 2], want)
+    assert torch.equal(packed[:, 1], q)
+    wide = torch.cat([q, torch.zeros(3, 4, DIM)])
+    attn.run(plan, wide, kv, out=wide[:11])
+    assert torch.equal(wide[:10], want)
+    for held in (q.clone(), packed[:, 0]):
+        attn.run(plan, held, kv, out=held)
+        assert torch.equal(held, want)
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        torch.zeros(1, 4, DIM).expand(10, 4, DIM),
+        torch.zeros(10, 1, DIM).expand(10, 4, DIM),
+        torch.zeros(2000).as_strided((10, 4, DIM), (4 * DIM - 1, DIM, 1)),
+        torch.zeros(2000).as_strided((10, 4, DIM), (DIM, 9 * DIM, 1)),
+    ],
+)
+def test_an_out_over_itself(out):
+    attn, kv, plan, q = square()
+    with pytest.raises(ArgumentError, match="do not overlap") as caught:
+        attn.run(plan, q, kv, out=out)
+    assert caught.value.argument == "out"
+    assert not out.any()
+
+
+@pytest.mark.parametrize("where", ["k", "v", "sinks", "alibi_slopes"])
+def test_an_out_over_what_is_read(where):
+    attn, kv, plan, q = square()
+    layer, memory = Layer(), torch.zeros(10 * 4 * DIM)
+    if where in ("k", "v"):
+        memory = getattr(kv, where)
+    else:
+        layer = Layer(**{where: memory[-4:]})
+    before = kv.k.clone(), kv.v.clone(), memory.clone()
+    with pytest.raises(ArgumentError, match="inside the") as caught:
+        attn.run(plan, q, kv, layer, out=memory.as_strided((10, 4, DIM), (4 * DIM, DIM, 1)))
+    assert caught.value.argument == "out"
+    same(before, (kv.k, kv.v, memory))
+
+
+def test_inference_tensors_outside_inference_mode():
+    attn, kv, plan, q = square()
+    with torch.inference_mode():
+        out, frozen = torch.empty(10, 4, DIM), attn.new_cache(num_layers=1, num_pages=PAGES)[0]
+        attn.run(plan, q, kv, out=out)
+        want = out.clone()
+        attn.write(plan, frozen, q[:, :2], q[:, 2:])
+    with pytest.raises(ArgumentError, match="inference") as caught:
+        attn.run(plan, q, kv, out=out)
+    assert caught.value.argument == "out"
+    assert torch.equal(out, want)
+    with pytest.raises(ArgumentError, match="inference") as caught:
+        attn.write(plan, frozen, q[:, :2], q[:, 2:])
+    assert caught.value.argument == "cache"
+
+
+# Arguments of another kind
+
+
+@pytest.mark.parametrize("value", [0, False, "", [], (), {}, 5, "auto", object])
+@pytest.mark.parametrize("name", ["cache", "limits", "features", "options"])
+def test_parts_of_another_kind(name, value):
+    shape = pageant.Shape(num_q_heads=4, num_kv_heads=2, head_dim=DIM)
+    with pytest.raises(ArgumentError) as caught:
+        pageant.Attention(shape, **{name: value})
+    assert caught.value.argument == name
+    if name != "limits":
+        verdict = pageant.supports(shape, **{name: value})
+        assert (verdict.reason, verdict.argument) == (str(caught.value), name)
+    with pytest.raises(ArgumentError) as caught:
+        pageant.Attention(value)
+    assert caught.value.argument == "shape"
+
+
+@pytest.mark.parametrize("value", [0, False, "", [], 5, "plain", Layer])
+def test_layers_plans_batches_and_caches_of_another_kind(value):
+    attn, kv, plan, q = square()
+    for name, call in (
+        ("batch", lambda: attn.plan(value)),
+        ("plan", lambda: attn.update(value)),
+        ("plan", lambda: attn.run(value, q, kv)),
+        ("plan", lambda: attn.write(value, kv, q[:, :2], q[:, :2])),
+        ("cache", lambda: attn.run(plan, q, value)),
+        ("cache", lambda: attn.write(plan, value, q[:, :2], q[:, :2])),
+        ("layer", lambda: attn.run(plan, q, kv, value)),
+        ("layer", lambda: attn.write(plan, kv, q[:, :2], q[:, :2], value)),
+        ("q", lambda: attn.run(plan, value, kv)),
+        ("out", lambda: attn.run(plan, q, kv, out=value)),
+        ("k", lambda: attn.run(plan, q, kv, k=value, v=q[:, :2])),
+        ("v", lambda: attn.run(plan, q, kv, k=q[:, :2], v=value)),
+        ("out_scales", lambda: attn.run(plan, q, kv, out_scales=value)),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            call()
+        assert caught.value.argument == name
+    if value is not False:
+        with pytest.raises(ArgumentError) as caught:
+            attn.run(plan, q, kv, return_lse=value)
+        assert caught.value.argument == "return_lse"
+
+
+def test_none_is_no_batch_plan_or_cache():
+    attn, kv, plan, q = square()
+    for name, call in (
+        ("batch", lambda: attn.plan(None)),
+        ("plan", lambda: attn.update(None)),
+        ("plan", lambda: attn.run(None, q, kv)),
+        ("cache", lambda: attn.run(plan, q, None)),
+        ("q", lambda: attn.run(plan, None, kv)),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            call()
+        assert caught.value.argument == name
+
+
+def test_unpaged_keys_and_values_are_those_of_the_new_tokens():
+    attn, kv, plan, q = square()
+    want = attn.run(plan, q, kv)
+    assert torch.equal(attn.run(plan, q, kv, k=q[:, :2], v=q[:, 2:]), want)
+    for change, name in (({"k": q[:9, :2]}, "k"), ({"v": q}, "v"), ({"v": q[:, 2:].half()}, "v")):
+        with pytest.raises(ArgumentError) as caught:
+            attn.run(plan, q, kv, **{"k": q[:, :2], "v": q[:, 2:], **change})
+        assert caught.value.argument == name
+
+
+def test_the_decode_threshold_is_the_explanations(monkeypatch):
+    """A kernel that takes no drafts leaves requests with drafts to the prefill kernel."""
+    assert square(phase="decode")[2].split.num_decodes == 3
+    monkeypatch.setattr(pageant.Explanation, "decode_threshold", property(lambda self: 2))
+    attn, _, _, _ = square(phase="decode")
+    plan = attn.plan(Batch.from_lengths([1, 2, 3, 1], [4, 4, 4, 4], [[0]] * 4, PAGE))
+    assert plan.split == (2, 2, 3, 4)
+
+
+# Numbers beyond every machine
+
+
+HUGE = (2**31, 2**40, 2**63, 10**30)
+
+
+@pytest.mark.parametrize("value", HUGE)
+@pytest.mark.parametrize(
+    ("part", "name", "argument"),
+    [
+        ("shape", "num_q_heads", "q_heads"),
+        ("shape", "num_kv_heads", "q_heads"),
+        ("cache", "page_size", "page_size"),
+        ("limits", "max_requests", "max_requests"),
+        ("limits", "max_tokens", "max_tokens"),
+        ("limits", "max_seq_len", "max_seq_len"),
+        ("features", "windows", "window"),
+        ("options", "speculative_tokens", "spec"),
+        ("options", "plan_slots", "plan_slots"),
+        ("options", "debug_splits", "debug_splits"),
+    ],
+)
+def test_huge_numbers(part, name, argument, value):
+    parts = {
+        "shape": pageant.Shape(num_q_heads=4, num_kv_heads=2, head_dim=DIM),
+        "cache": pageant.CacheSpec(),
+        "limits": pageant.Limits(),
+        "features": Features(),
+        "options": pageant.Options(),
+    }
+    parts[part] = replace(parts[part], **{name: (value,) if name == "windows" else value})
+    with pytest.raises(ArgumentError, match=r"; allowed: .*to \d+|multiple") as caught:
+        pageant.Attention(**parts)
+    assert caught.value.argument == argument
+    if part != "limits":
+        verdict = pageant.supports(**{k: v for k, v in parts.items() if k != "limits"})
+        assert (verdict.reason, verdict.argument) == (str(caught.value), argument)
+
+
+def test_numbers_within_their_bounds_that_no_memory_holds():
+    shape = pageant.Shape(num_q_heads=4, num_kv_heads=2, head_dim=DIM)
+    limits = pageant.Limits(max_requests=LARGEST["max_requests"])
+    options = pageant.Options(
+        debug_splits=LARGEST["debug_splits"], speculative_tokens=LARGEST["speculative_tokens"]
+    )
+    with pytest.raises(ArgumentError, match="fit in memory") as caught:
+        pageant.Attention(shape, limits=limits, options=options)
+    assert caught.value.argument == "limits"
+    cache = pageant.CacheSpec(page_size=LARGEST["page_size"])
+    attn = pageant.Attention(shape, cache)
+    with pytest.raises(ArgumentError, match="fits in memory; this takes") as caught:
+        attn.new_cache(num_layers=1, num_pages=LARGEST["num_pages"])
+    assert caught.value.argument == "num_pages"
+
+
+@pytest.mark.parametrize("value", [*HUGE, 0, -1, True, 1.0, "8", None])
+@pytest.mark.parametrize("name", ["num_layers", "num_pages"])
+def test_sizes_of_a_cache(name, value):
+    attn = square()[0]
+    with pytest.raises(ArgumentError, match=r"a whole number from 1 to \d+") as caught:
+        attn.new_cache(**{"num_layers": 1, "num_pages": 1, name: value})
+    assert caught.value.argument == name
+    if name == "num_layers":
+        with pytest.raises(ArgumentError) as caught:
+            attn.pages_for(10**9, value)
+        assert caught.value.argument == name
+
+
+def test_limits_at_their_bounds_cost_nothing_in_advance():
+    shape = pageant.Shape(num_q_heads=1, num_kv_heads=1, head_dim=DIM, dtype=torch.float32)
+    names = ("max_requests", "max_seq_len", "max_cached_tokens")
+    limits = pageant.Limits(**{name: LARGEST[name] for name in names})
+    attn = pageant.Attention(shape, pageant.CacheSpec(page_size=PAGE), limits)
+    plan = attn.plan(batch())
+    assert (
+        attn.run(plan, torch.zeros(10, 1, DIM), attn.new_cache(num_layers=1, num_pages=10)[0])[
+            0, 0, 0
+        ]
+        == 0
+    )

@@ -292,3 +292,153 @@ def test_writing_what_does_not_fit(change, name):
     assert caught.value.argument == name
     assert not given["k_cache"].any()
     assert not given["v_cache"].any()
+
+
+# Arguments of another kind, or that do not fit
+
+
+def paged(**others):
+    """Arguments of a call that is right: two requests of one and two new tokens."""
+    return {
+        "q": torch.zeros(3, 2, 16),
+        "k_cache": torch.ones(4, 4, 1, 16),
+        "v_cache": torch.ones(4, 4, 1, 24),
+        "query_start_loc": ints([0, 1, 3]),
+        "seq_lens": ints([5, 2]),
+        "page_table": ints([[0, 1], [2, 0]]),
+        **others,
+    }
+
+
+def ragged(**others):
+    return {
+        "q": torch.zeros(3, 2, 16),
+        "k": torch.ones(7, 1, 16),
+        "v": torch.ones(7, 1, 24),
+        "query_start_loc": ints([0, 1, 3]),
+        "key_start_loc": ints([0, 5, 7]),
+        **others,
+    }
+
+
+def merged(**others):
+    return {
+        "outs": [torch.ones(3, 2, 16), torch.ones(3, 2, 16)],
+        "lses": [torch.zeros(3, 2), torch.zeros(3, 2)],
+        "sinks": torch.zeros(2),
+        "out": torch.full((3, 2, 16), 7.0),
+        **others,
+    }
+
+
+CALLS = {
+    "paged": (ops.paged_attention, paged),
+    "ragged": (ops.ragged_attention, ragged),
+    "merge": (ops.merge_states, merged),
+}
+NO_TENSORS = [None, 3, "q", [[1.0]], (), {}, object()]
+WRONG = [
+    lambda x: x.double() if x.is_floating_point() else x.long(),
+    lambda x: x.bool(),
+    lambda x: x.to(torch.complex64),
+    lambda x: x[None],
+    lambda x: x[..., 0],
+    lambda x: x.to("meta"),
+    lambda x: x.to_sparse(),
+    lambda x: x.float().requires_grad_(),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [(call, name) for call in ("paged", "ragged") for name in CALLS[call][1]()],
+)
+def test_tensors_of_another_kind(call, name):
+    function, arguments = CALLS[call]
+    assert function(**arguments()).shape == (3, 2, 24)
+    wrong = [*NO_TENSORS, *(change(arguments()[name]) for change in WRONG)]
+    for value in wrong:
+        with pytest.raises(pageant.ArgumentError) as caught:
+            function(**arguments(**{name: value}))
+        assert caught.value.argument == name
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "change", "argument"),
+    [
+        *((call, {"foo": 1}, "foo") for call in ("paged", "ragged")),
+        *((call, {"slot_mapping": None}, "slot_mapping") for call in ("paged", "ragged")),
+        ("ragged", {"page_table": ints([[0]])}, "page_table"),
+        ("ragged", {"seq_lens": ints([5, 2])}, "seq_lens"),
+        *((call, {"layer": value}, "layer") for call in ("paged", "ragged") for value in (0, [])),
+        *((call, {"return_lse": 1}, "return_lse") for call in ("paged", "ragged")),
+        *((call, {"kernels": value}, "kernels") for call in ("paged", "ragged") for value in (0,)),
+        *((call, {"format": value}, "format") for call in ("paged", "ragged") for value in (0, [])),
+        *((call, {"format": "fp9"}, "cache") for call in ("paged", "ragged")),
+        *((call, {"causal": 3}, "batch.causal") for call in ("paged", "ragged")),
+        *((call, {"draft_mask": [1]}, "batch.draft_mask") for call in ("paged", "ragged")),
+        *((call, {"encoder_seq_lens": 5}, "encoder_seq_lens") for call in ("paged", "ragged")),
+        ("paged", {"q": torch.zeros(3, 2, 20)}, "k_cache"),
+        ("paged", {"k_cache": torch.ones(4, 4, 1, 16).half()}, "k_cache"),
+        ("paged", {"v_cache": torch.ones(4, 4, 1, 24).half()}, "v_cache"),
+        ("paged", {"v_cache": torch.ones(4, 4, 2, 24)}, "v_cache"),
+        ("paged", {"v_cache": torch.ones(3, 4, 1, 24)}, "v_cache"),
+        ("paged", {"k_cache": torch.ones(4, 4, 1, 32)[..., ::2]}, "k_cache"),
+        ("paged", {"k_cache": torch.ones(4, 0, 1, 16), "v_cache": torch.ones(4, 0, 1, 24)}, None),
+        ("paged", {"query_start_loc": ints([0, 1])}, "batch.query_start_loc"),
+        ("paged", {"query_start_loc": ints([3, 0, 0])}, "batch.query_start_loc[0]"),
+        ("paged", {"seq_lens": ints([-5, -2])}, "batch.seq_lens[0]"),
+        ("paged", {"page_table": ints([[0, 9], [2, 0]])}, "batch.page_table[0]"),
+        ("ragged", {"v": torch.ones(6, 1, 24)}, "v"),
+        ("ragged", {"k": torch.ones(7, 1, 16).half()}, "k"),
+        ("ragged", {"key_start_loc": ints([])}, "key_start_loc"),
+        ("ragged", {"key_start_loc": ints([-1, 5, 7])}, "key_start_loc"),
+        ("merge", {"outs": torch.ones(2, 3, 2, 16)}, "outs"),
+        ("merge", {"lses": torch.zeros(2, 3, 2)}, "lses"),
+        ("merge", {"outs": None}, "outs"),
+        ("merge", {"outs": [], "lses": []}, "outs"),
+        ("merge", {"outs": [[1.0], [2.0]]}, "outs[0]"),
+        ("merge", {"outs": [torch.ones(3, 2, 16), 5]}, "outs[1]"),
+        ("merge", {"outs": [torch.ones(3, 2, 16).int()] * 2}, "outs[0]"),
+        ("merge", {"outs": [torch.ones(3, 2, 16), torch.ones(3, 2, 16).to("meta")]}, "outs[1]"),
+        ("merge", {"outs": [torch.ones(3, 2, 16).requires_grad_()] * 2}, "outs[0]"),
+        ("merge", {"lses": [torch.zeros(3, 2), None]}, "lses[1]"),
+        ("merge", {"lses": [torch.zeros(3, 2), torch.zeros(3, 2).long()]}, "lses[1]"),
+        ("merge", {"lses": [torch.zeros(3, 2).requires_grad_()] * 2}, "lses[0]"),
+        ("merge", {"sinks": [0.0, 0.0]}, "sinks"),
+        ("merge", {"sinks": torch.zeros(2).double()}, "sinks"),
+        ("merge", {"sinks": torch.zeros(2).requires_grad_()}, "sinks"),
+        ("merge", {"out": 5}, "out"),
+        ("merge", {"out": torch.ones(3, 2, 16).int()}, "out"),
+        ("merge", {"out": torch.ones(3, 2, 16).requires_grad_()}, "out"),
+        ("merge", {"out": torch.ones(3, 1, 16).expand(3, 2, 16)}, "out"),
+        ("merge", {"out": torch.ones(3, 2, 1).expand(3, 2, 16)}, "out"),
+    ],
+)
+def test_arguments_that_do_not_fit(call, change, argument):
+    function, arguments = CALLS[call]
+    given = arguments(**change)
+    with pytest.raises(pageant.ArgumentError) as caught:
+        function(**given)
+    assert caught.value.argument == (argument or "page_size")
+    assert "\n" not in str(caught.value)
+
+
+def test_merging_into_a_tensor_of_inference_mode():
+    with torch.inference_mode():
+        out = torch.zeros(3, 2, 16)
+        ops.merge_states(**merged(out=out))
+    with pytest.raises(pageant.ArgumentError, match="inference") as caught:
+        ops.merge_states(**merged(out=out))
+    assert caught.value.argument == "out"
+
+
+def test_merging_into_any_strides():
+    want, _ = ops.merge_states(**merged(outs=[torch.ones(3, 2, 16), 3 * torch.ones(3, 2, 16)]))
+    for strides in ((1, 3, 6), (16, 48, 1), (32, 1, 2)):
+        out = torch.zeros(200).as_strided((3, 2, 16), strides)
+        outs = [torch.ones(3, 2, 16), 3 * torch.ones(3, 2, 16)]
+        got, _ = ops.merge_states(**merged(outs=outs, out=out))
+        assert got is out
+        assert torch.equal(out, want)

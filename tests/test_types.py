@@ -60,3 +60,10 @@ def test_errors_have_one_form():
     assert isinstance(error, ValueError)
     assert str(error) == "page_size is '16'; allowed: a whole number"
     assert error.argument == "page_size"
+
+
+@pytest.mark.parametrize("layers", [5, None, [None], [Layer(), 5], "ab"])
+def test_features_of_what_is_no_layer(layers):
+    with pytest.raises(ArgumentError, match=r"pageant\.Layer") as caught:
+        Features.of(layers)
+    assert caught.value.argument == "layers"

@@ -30,7 +30,7 @@ def launch(
         plan: the step's plan.
         q, cache, params, out, lse: as in AttentionCall.
     """
-    batch, buffers = plan.batch, plan.buffers
+    buffers, batch = plan.buffers, plan.buffers.batch
     for phase, row in rows.items():
         work = buffers.work[phase, params.window]
         if work.counts[0]:
@@ -43,8 +43,8 @@ def launch(
                     query_start_loc=batch.query_start_loc,
                     key_lens=batch.key_lens,
                     page_table=batch.page_table,
-                    causal=batch.causal if batch.encoder_seq_lens is None else False,
-                    draft_mask=buffers.draft_mask,
+                    causal=batch.causal,
+                    draft_mask=batch.draft_mask,
                     params=params,
                     work=work,
                     workspace=plan.planner.workspace,

@@ -1,15 +1,18 @@
-"""What one engine step asks for: the Batch, and the checks that find any mistake in it."""
+"""What one engine step asks for: the Batch."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 import torch
 
-from pageant.types import Features, Limits, bad
+from pageant.select.bounds import LARGEST_INT32, require_whole
+from pageant.types import bad
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,20 +71,20 @@ class Batch:
             page_size: tokens a page, as the CacheSpec says.
             **others: further fields of the batch; a slot_mapping among them replaces ours.
 
+        Raises:
+            ArgumentError: for lists that do not fit each other, or hold no whole numbers.
+
         Two requests, pages of 4 tokens. The first decodes its 6th token, the second prefills 3:
 
         >>> batch = Batch.from_lengths([1, 3], [6, 3], [[7, 2], [5]], page_size=4)
         >>> batch.query_start_loc.tolist(), batch.slot_mapping.tolist()
         ([0, 1, 4], [9, 20, 21, 22])
         """
-        for name, rows in (("seq_lens", seq_lens), ("page_table", page_table)):
-            if len(rows) != len(query_lens):
-                raise bad(name, f"{len(rows)} entries", f"one a request, {len(query_lens)}")
-        for request, (m, n, pages) in enumerate(zip(query_lens, seq_lens, page_table, strict=True)):
-            need = -(-n // page_size)
-            if m > 0 and len(pages) < need and "slot_mapping" not in others:
-                allowed = f"at least {need} pages of {page_size} for {n} tokens"
-                raise bad(f"page_table[{request}]", pages, allowed)
+        _check_lists(query_lens, seq_lens, page_table, page_size)
+        for name in set(others) - {field.name for field in dataclasses.fields(cls)}:
+            raise bad(name, "given", "the fields of a pageant.Batch")
+        if "slot_mapping" not in others:
+            _check_room(query_lens, seq_lens, page_table, page_size)
         width = max((len(row) for row in page_table), default=0)
         table = torch.tensor([[*row, *[0] * (width - len(row))] for row in page_table])
         slots = [
@@ -109,124 +112,48 @@ class Batch:
         return self.seq_lens if self.encoder_seq_lens is None else self.encoder_seq_lens
 
 
-def check_host(batch: Batch, limits: Limits, features: Features, device: torch.device) -> None:
-    """Raise for what can be seen without reading device memory: types, shapes, bounds, features."""
-    for name, highest in (
-        ("num_requests", limits.max_requests),
-        ("num_tokens", limits.max_tokens),
-        ("max_query_len", None),
-        ("max_seq_len", limits.max_seq_len),
-    ):
-        value = getattr(batch, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise bad(f"batch.{name}", value, "a whole number from 0 up")
-        if highest is not None and value > highest:
-            raise bad(f"batch.{name}", value, f"at most {highest}, as the limits say")
-    if not isinstance(batch.causal, bool | torch.Tensor):
-        raise bad("batch.causal", batch.causal, "a bool, or a bool tensor [num_requests]")
-    _check_tensors(batch, device)
-    if batch.draft_mask is not None and batch.draft_parents is not None:
-        raise bad("batch.draft_parents", "given beside draft_mask", "one of the two")
-    drafts = batch.draft_mask is not None or batch.draft_parents is not None
-    if drafts and not features.draft_masks:
-        name = "draft_mask" if batch.draft_mask is not None else "draft_parents"
-        raise bad(f"batch.{name}", "given", "None, unless Features(draft_masks=True) is declared")
-    if batch.causal is not True and not features.non_causal:
-        raise bad(
-            "batch.causal", batch.causal, "True, unless Features(non_causal=True) is declared"
-        )
-
-
-def _check_tensors(batch: Batch, device: torch.device) -> None:
-    r, t, host = batch.num_requests, batch.num_tokens, torch.device("cpu")
-    optional = {"slot_mapping", "draft_mask", "draft_parents", "encoder_seq_lens"}
-    optional |= {"query_start_loc_cpu", "seq_lens_cpu", "shared_prefix_lens"}
-    mask = batch.draft_mask
-    mask_rows = mask.shape[:1] if isinstance(mask, torch.Tensor) else ()
-    rows: tuple[tuple[str, torch.dtype, tuple[int | None, ...], torch.device], ...] = (
-        ("query_start_loc", torch.int32, (r + 1,), device),
-        ("seq_lens", torch.int32, (r,), device),
-        ("page_table", torch.int32, (r, None), device),
-        ("slot_mapping", torch.int64, (None,), device),
-        ("draft_mask", torch.bool, (*(mask_rows or (t,)), batch.max_query_len), device),
-        ("draft_parents", torch.int32, (None,), device),
-        ("encoder_seq_lens", torch.int32, (r,), device),
-        ("query_start_loc_cpu", torch.int32, (r + 1,), host),
-        ("seq_lens_cpu", torch.int32, (r,), host),
-        ("shared_prefix_lens", torch.int32, (r,), device),
-    )
-    if isinstance(batch.causal, torch.Tensor):
-        rows = (*rows, ("causal", torch.bool, (r,), device))
-    for name, dtype, shape, where in rows:
-        value, named = getattr(batch, name), f"batch.{name}"
-        if value is None and name in optional:
-            continue
-        if not isinstance(value, torch.Tensor):
-            raise bad(named, value, f"a tensor of {dtype}")
-        if value.dtype != dtype:
-            raise bad(named, value.dtype, str(dtype))
-        if value.device != where:
-            raise bad(named, str(value.device), f"a tensor on {where}")
-        if value.dim() != len(shape) or any(
-            want is not None and have != want for want, have in zip(shape, value.shape, strict=True)
-        ):
-            sizes = ", ".join("any" if want is None else str(want) for want in shape)
-            raise bad(named, f"a tensor of shape {list(value.shape)}", f"[{sizes}]")
-        if value.numel() > 1 and value.shape[-1] > 1 and value.stride(-1) != 1:
-            raise bad(named, f"stride {value.stride(-1)} along the last axis", "stride 1")
-
-
-def check_values(batch: Batch, limits: Limits, page_size: int) -> None:
-    """Raise for lengths, offsets and parents that contradict each other; reads the tensors."""
-    starts, lens = batch.query_start_loc.cpu().numpy(), batch.seq_lens.cpu().numpy()
-    query_lens = np.diff(starts)
-    if starts[0] != 0:
-        raise bad("batch.query_start_loc[0]", int(starts[0]), "0")
-    _check_each("query_start_loc", query_lens >= 0, starts, "not below the entry before it", 1)
-    if starts[-1] > batch.num_tokens:
-        allowed = f"at most num_tokens, {batch.num_tokens}"
-        raise bad("batch.query_start_loc[-1]", int(starts[-1]), allowed)
-    allowed = f"at most max_query_len, {batch.max_query_len}, above the entry before it"
-    _check_each("query_start_loc", query_lens <= batch.max_query_len, starts, allowed, 1)
-    bound = min(batch.max_seq_len, limits.max_seq_len)
-    _check_each("seq_lens", (lens >= 0) & (lens <= bound), lens, f"0 to max_seq_len, {bound}")
-    key_lens, name = lens, "seq_lens"
-    if batch.encoder_seq_lens is not None:
-        key_lens, name = batch.encoder_seq_lens.cpu().numpy(), "encoder_seq_lens"
-        top = limits.max_seq_len
-        _check_each(name, (key_lens >= 0) & (key_lens <= top), key_lens, f"0 to the limit, {top}")
-    total = int(key_lens.sum(dtype=np.int64))
-    if limits.max_cached_tokens is not None and total > limits.max_cached_tokens:
-        raise bad(
-            f"the sum of batch.{name}",
-            total,
-            f"at most {limits.max_cached_tokens}, as the limits say",
-        )
-    room = batch.page_table.shape[1] * page_size
-    fits = (key_lens <= room) | (query_lens == 0)
-    _check_each(name, fits, key_lens, f"at most {room}, the tokens a page_table row holds")
-    real = int(starts[-1])
-    for field in ("slot_mapping", "draft_mask", "draft_parents"):
-        tensor = getattr(batch, field)
-        cross = field == "slot_mapping" and batch.encoder_seq_lens is not None
-        if tensor is not None and not cross and not real <= tensor.shape[0] <= batch.num_tokens:
-            allowed = f"{real} (query_start_loc[-1]) to {batch.num_tokens} (num_tokens) rows"
-            raise bad(f"batch.{field}", f"{tensor.shape[0]} rows", allowed)
-    if batch.draft_parents is not None:
-        parents = batch.draft_parents.cpu().numpy()[:real]
-        own = np.arange(real) - np.repeat(starts[:-1], query_lens)
-        fits = (parents >= -1) & (parents < own)
-        _check_each("draft_parents", fits, parents, "-1, or an earlier token of the same request")
-
-
-def _check_each(
-    name: str,
-    fits: np.ndarray[Any, Any],
-    values: np.ndarray[Any, Any],
-    allowed: str,
-    first: int = 0,
+def _check_lists(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    page_table: Sequence[Sequence[int]],
+    page_size: int,
 ) -> None:
-    """Raise for the first value that does not fit; `fits` speaks of values from `first` on."""
-    if not fits.all():
-        where = first + int(np.argmin(fits))
-        raise bad(f"batch.{name}[{where}]", int(values[where]), allowed)
+    """Raise unless all are lists of whole numbers, with one entry a request."""
+    require_whole("page_size", page_size)
+    _require_numbers("query_lens", query_lens, 0)
+    _require_numbers("seq_lens", seq_lens, 0)
+    _require_list("page_table", page_table)
+    for request, pages in enumerate(page_table):
+        _require_numbers(f"page_table[{request}]", pages, -LARGEST_INT32)
+    for name, rows in (("seq_lens", seq_lens), ("page_table", page_table)):
+        if len(rows) != len(query_lens):
+            raise bad(name, f"{len(rows)} entries", f"one a request, {len(query_lens)}")
+
+
+def _check_room(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    page_table: Sequence[Sequence[int]],
+    page_size: int,
+) -> None:
+    """Raise unless every request with new tokens has pages for all of its tokens."""
+    for request, (m, n, pages) in enumerate(zip(query_lens, seq_lens, page_table, strict=True)):
+        need = -(-n // page_size)
+        if m > 0 and len(pages) < need:
+            allowed = f"at least {need} pages of {page_size} for {n} tokens"
+            raise bad(f"page_table[{request}]", pages, allowed)
+
+
+def _require_list(name: str, values: object) -> None:
+    if not isinstance(values, Sequence | np.ndarray) or isinstance(values, str):
+        raise bad(name, f"a {type(values).__name__}", "a list")
+
+
+def _require_numbers(name: str, values: Any, least: int) -> None:
+    """Raise unless these are whole numbers from `least` to what an int32 holds."""
+    _require_list(name, values)
+    for index, value in enumerate(values):
+        whole = isinstance(value, Integral) and not isinstance(value, bool)
+        if not whole or not least <= int(value) <= LARGEST_INT32:
+            allowed = f"a whole number from {least} to {LARGEST_INT32}"
+            raise bad(f"{name}[{index}]", value, allowed)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pageant.plan.pages import PageUse, WriteIndex
+from pageant.plan.copies import BatchCopy, CopyMemory
+from pageant.plan.pages import PageUse
 from pageant.plan.split import Split
 from pageant.plan.work import WorkList, query_tile
 from pageant.types import Features, Limits, Options, Shape
@@ -36,24 +37,32 @@ class PlanBuffers:
 
     Attributes:
         work: a work list for each (phase, window).
+        memory: where the copy lies.
         generation: of the plan that owns the slot now.
         split: how many requests decode.
         real_tokens: tokens without padding.
-        draft_mask: bool [T, M], or None.
         pages: the largest page id rows can see, for run to compare with the cache.
-        writes: where new tokens go; None if the batch has no slot mapping.
+        copy: what kernels read of the batch; None before the first plan.
     """
 
     work: dict[tuple[str, int | None], WorkList]
+    memory: CopyMemory
     generation: int = -1
     split: Split = Split(0, 0, 0, 0)
     real_tokens: int = 0
-    draft_mask: torch.Tensor | None = None
     pages: PageUse = field(default_factory=PageUse)
-    writes: WriteIndex | None = None
+    copy: BatchCopy | None = None
+
+    @property
+    def batch(self) -> BatchCopy:
+        """The copy, of a slot that was planned."""
+        assert self.copy is not None
+        return self.copy
 
 
-def make_buffers(limits: Limits, features: Features, options: Options, workers: int) -> PlanBuffers:
+def make_work(
+    limits: Limits, features: Features, options: Options, workers: int
+) -> dict[tuple[str, int | None], WorkList]:
     """Room for the work of any batch within the limits."""
     pieces = options.debug_splits or 1
     work = {}
@@ -62,17 +71,18 @@ def make_buffers(limits: Limits, features: Features, options: Options, workers: 
         work["decode", window] = WorkList.empty(decode_items, workers)
         prefill_items = limits.max_requests + -(-limits.max_tokens // query_tile(window))
         work["prefill", window] = WorkList.empty(prefill_items, 1)
-    return PlanBuffers(work)
+    return work
 
 
-def make_workspace(shape: Shape, limits: Limits, options: Options, workers: int) -> Workspace:
+def make_workspace(
+    shape: Shape, limits: Limits, options: Options, decode_threshold: int, workers: int
+) -> Workspace:
     """Room for the partial results of any batch within the limits.
 
-    A cut between two shares leaves at most two partial results.
+    A cut between two shares leaves at most two partial results, of a decode's rows each.
     """
     partials = 2 * (workers - 1)
     if options.debug_splits is not None:
         partials = limits.max_requests * options.debug_splits
-    rows = 1 + options.speculative_tokens
-    lse = torch.empty(partials, rows, shape.num_q_heads, dtype=torch.float32)
+    lse = torch.empty(partials, decode_threshold, shape.num_q_heads, dtype=torch.float32)
     return Workspace(lse.new_empty(*lse.shape, shape.value_dim), lse)

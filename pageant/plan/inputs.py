@@ -10,9 +10,19 @@ import torch
 
 from pageant.cache.formats import Format
 from pageant.cache.pages import LayerCache
+from pageant.plan.batch import Batch
+from pageant.plan.tensors import (
+    check_tensor,
+    check_writable,
+    overlaps_itself,
+    rows_meet,
+    same_memory,
+    spans_meet,
+)
 from pageant.types import Features, Layer, Scalar, Shape, bad
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+PLAIN = Layer()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +51,22 @@ def check_new_rows(
         _check_rows(name, x, (num_tokens, shape.num_kv_heads, dim), (shape.dtype,), device)
 
 
+def check_unpaged(
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    shape: Shape,
+    batch: Batch,
+    device: torch.device,
+) -> None:
+    """Raise unless run's k and v are both None, or the batch's new keys and values."""
+    if k is None and v is None:
+        return
+    if k is None or v is None:
+        raise bad("k" if k is None else "v", None, "k and v together, or neither")
+    num_rows = batch.num_tokens if batch.encoder_seq_lens is None else 0
+    check_new_rows(k, v, shape, num_rows, device)
+
+
 def check_query_rows(
     q: torch.Tensor, out: torch.Tensor | None, shape: Shape, num_tokens: int, device: torch.device
 ) -> None:
@@ -55,6 +81,26 @@ def check_query_rows(
             raise bad(name, f"content stride {x.stride(-1)}", "content stride 1")
 
 
+def check_out(out: torch.Tensor, q: torch.Tensor, cache: LayerCache, params: LayerParams) -> None:
+    """Raise unless writing `out` changes nothing that is still to be read, and writes no row twice.
+
+    It may be q itself: same memory, same strides. Otherwise it shares no element with q, and lies
+    outside the memory from the first to the last byte of anything else.
+    """
+    check_writable("out", out)
+    if overlaps_itself(out):
+        raise bad("out", f"a tensor of strides {out.stride()}", "rows that do not overlap")
+    if not same_memory(out, q) and rows_meet(out, q):
+        raise bad("out", "a part of q's memory", "q itself, or memory of its own")
+    others = {
+        "cache": (cache.k, cache.v, cache.k_scales, cache.v_scales),
+        "layer": (params.sinks, params.alibi_slopes),
+    }
+    for name, tensors in others.items():
+        if any(x is not None and spans_meet(out, x) for x in tensors):
+            raise bad("out", f"inside the {name}'s memory", "memory of its own")
+
+
 def _check_rows(
     name: str,
     x: torch.Tensor,
@@ -62,16 +108,9 @@ def _check_rows(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise bad(name, x, "a tensor")
+    check_tensor(name, x, dtypes, device=device)
     if x.dim() != 3 or tuple(x.shape[1:]) != least[1:] or x.shape[0] < least[0]:
         raise bad(name, list(x.shape), f"[at least {least[0]}, {least[1]}, {least[2]}]")
-    if x.dtype not in dtypes:
-        raise bad(name, x.dtype, " or ".join(str(dtype) for dtype in dtypes))
-    if x.device != device:
-        raise bad(name, str(x.device), f"a tensor on {device}")
-    if x.requires_grad:
-        raise bad(name, "a tensor that requires grad", "one that does not: there is no backward")
 
 
 def check_cache(cache: LayerCache, shape: Shape, fmt: Format, page_size: int) -> None:
@@ -96,6 +135,15 @@ def check_cache(cache: LayerCache, shape: Shape, fmt: Format, page_size: int) ->
         stored = None if scales is None else (scales.dtype, tuple(scales.shape))
         if stored != (None if fmt.scale_dtype is None else (fmt.scale_dtype, size)):
             raise bad("cache", "pages with other scales", f"{fmt.scale_dtype} scales {list(size)}")
+
+
+def layer_of(layer: Layer | None) -> Layer:
+    """What a call's `layer` means: None is a plain one."""
+    if layer is None:
+        return PLAIN
+    if not isinstance(layer, Layer):
+        raise bad("layer", type(layer).__name__, "None, or a pageant.Layer")
+    return layer
 
 
 def resolve_layer(
@@ -145,13 +193,9 @@ def _check_per_head(
 ) -> None:
     if x is None:
         return
-    if not isinstance(x, torch.Tensor) or x.dtype != torch.float32 or x.shape != (num_q_heads,):
-        have = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else x
-        raise bad(f"layer.{name}", have, f"a float32 tensor [{num_q_heads}], one a query head")
-    if x.device != device:
-        raise bad(f"layer.{name}", str(x.device), f"a tensor on {device}")
-    if x.requires_grad:
-        raise bad(f"layer.{name}", "a tensor that requires grad", "one that does not: detach it")
+    check_tensor(f"layer.{name}", x, (torch.float32,), dims=1, device=device)
+    if x.shape[0] != num_q_heads:
+        raise bad(f"layer.{name}", list(x.shape), f"[{num_q_heads}], one a query head")
 
 
 def _is_finite(number: object) -> bool:
@@ -165,6 +209,9 @@ def check_scale(name: str, scale: Scalar) -> None:
     if isinstance(scale, torch.Tensor):
         if scale.numel() != 1:
             raise bad(name, list(scale.shape), "a float, or a tensor of one element")
+        if scale.is_complex() or scale.dtype == torch.bool or scale.is_meta:
+            have = "a meta tensor" if scale.is_meta else scale.dtype
+            raise bad(name, have, "a float, or a tensor that holds a real number")
     elif not _is_finite(scale) or scale <= 0:
         raise bad(name, scale, "a finite number above 0, or a tensor of one element")
 

@@ -87,17 +87,30 @@ class WriteIndex:
             raise bad("batch.slot_mapping", self.largest_slot, f"slots up to {num_slots - 1}")
 
 
-def write_index(slot_mapping: torch.Tensor, page_size: int) -> WriteIndex:
+def write_index(
+    slot_mapping: torch.Tensor, page_size: int, memory: torch.Tensor | None = None
+) -> WriteIndex:
     """Split slots into page and row, leaving out the negative ones.
+
+    Args:
+        slot_mapping: int64 [T].
+        page_size: tokens a page.
+        memory: int64 [3, T], for the index to lie in; None allocates it.
 
     >>> index = write_index(torch.tensor([9, -1, 20]), page_size=4)
     >>> index.tokens.tolist(), index.pages.tolist(), index.rows.tolist()
     ([0, 2], [2, 5], [1, 0])
     """
-    tokens, slots = None, slot_mapping
-    if bool((slot_mapping < 0).any()):
-        tokens = (slot_mapping >= 0).nonzero().squeeze(1)
-        slots = slot_mapping[tokens]
-    largest = int(slots.max()) if slots.numel() else -1
-    pages = torch.div(slots, page_size, rounding_mode="floor")
-    return WriteIndex(tokens, pages, slots - pages * page_size, slot_mapping.shape[0], largest)
+    num_tokens, tokens, slots = slot_mapping.shape[0], None, slot_mapping
+    if memory is None:
+        memory = slot_mapping.new_empty(3, num_tokens)
+    pages, rows, kept = memory.unbind()
+    least, largest = map(int, slot_mapping.aminmax()) if num_tokens else (-1, -1)
+    if least < 0:
+        written = (slot_mapping >= 0).nonzero().squeeze(1)
+        count = len(written)
+        pages, rows, tokens = pages[:count], rows[:count], kept[:count].copy_(written)
+        slots = slot_mapping[written]
+    torch.div(slots, page_size, rounding_mode="floor", out=pages)
+    torch.remainder(slots, page_size, out=rows)
+    return WriteIndex(tokens, pages, rows, num_tokens, max(largest, -1))

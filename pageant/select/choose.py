@@ -144,10 +144,10 @@ def supports(
     >>> supports(Shape(num_q_heads=32, num_kv_heads=8, head_dim=20)).reason
     'head_dim is 20; allowed: a multiple of 8 from 16 to 512'
     """
-    cache, features, options = cache or CacheSpec(), features or Features(), options or Options()
     valid = check_config(shape, cache, features, options)
     if not valid.ok:
         return valid
+    cache, features, options = cache or CacheSpec(), features or Features(), options or Options()
     try:
         known = device_of(device)
     except ArgumentError as error:

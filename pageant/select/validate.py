@@ -13,6 +13,7 @@ import torch
 
 from pageant.cache.formats import OF_DTYPE, Format, resolve
 from pageant.cache.layout import LAYOUTS
+from pageant.select.bounds import LARGEST, is_whole, whole
 from pageant.select.rows import EVERY_HEAD_DIM, KERNELS, OWNERS, ROWS
 from pageant.types import (
     ArgumentError,
@@ -31,7 +32,6 @@ COMMS = ("ag_rs", "a2a")
 HEAD_DIMS = (
     f"a multiple of {EVERY_HEAD_DIM.step} from {EVERY_HEAD_DIM.first} to {EVERY_HEAD_DIM.last}"
 )
-FROM_ONE = "a whole number from 1 up"
 
 
 def check_config(
@@ -45,7 +45,9 @@ def check_config(
     Args:
         shape, cache, features, options: as for ``Attention``, not yet trusted in any way.
     """
-    cache, features, options = cache or CacheSpec(), features or Features(), options or Options()
+    cache = CacheSpec() if cache is None else cache
+    features = Features() if features is None else features
+    options = Options() if options is None else options
     parts: tuple[tuple[str, Any, type, Callable[[Any], None]], ...] = (
         ("shape", shape, Shape, _check_shape),
         ("cache", cache, CacheSpec, _check_cache),
@@ -66,17 +68,23 @@ def check_limits(limits: Limits) -> Support:
     """Whether the bounds of batches make sense.
 
     >>> check_limits(Limits(max_tokens=0)).reason
-    'max_tokens is 0; allowed: a whole number from 1 up'
+    'max_tokens is 0; allowed: a whole number from 1 to 2147483647'
     """
 
     def check() -> None:
+        _require(isinstance(limits, Limits), "limits", limits, "a pageant.Limits")
         for name in ("max_requests", "max_tokens", "max_seq_len"):
-            _require(_is_whole(getattr(limits, name), 1), name, getattr(limits, name), FROM_ONE)
+            _require_whole(getattr(limits, name), 1, name)
         total = limits.max_cached_tokens
-        ok = total is None or _is_whole(total, 1)
-        _require(ok, "max_cached_tokens", total, f"None, or {FROM_ONE}")
+        _require_whole(total, 1, "max_cached_tokens", or_none=True)
 
     return _verdict(check)
+
+
+def require(verdict: Support) -> None:
+    """Raise what a verdict says, unless it is a yes."""
+    if not verdict.ok:
+        raise ArgumentError(verdict.reason or "", verdict.argument or "")
 
 
 def _verdict(check: Callable[[], None]) -> Support:
@@ -97,15 +105,16 @@ def _check_shape(shape: Shape) -> None:
     ok = v_head_dim is None or _is_head_dim(v_head_dim)
     _require(ok, "v_head_dim", v_head_dim, f"None, or {HEAD_DIMS}", "head_dim")
     kv_heads, q_heads = shape.num_kv_heads, shape.num_q_heads
-    _require(_is_whole(kv_heads, 1), "num_kv_heads", kv_heads, FROM_ONE, "q_heads")
-    ok = _is_whole(q_heads, 1) and q_heads % kv_heads == 0
+    _require_whole(kv_heads, 1, "num_kv_heads", argument="q_heads")
+    ok = is_whole(q_heads, 1) and q_heads % kv_heads == 0
     multiple = f"a positive multiple of num_kv_heads ({kv_heads})"
     _require(ok, "num_q_heads", q_heads, multiple, "q_heads")
+    _require_whole(q_heads, 1, "num_q_heads", argument="q_heads")
 
 
 def _check_cache(cache: CacheSpec) -> None:
     _require(isinstance(cache.format, str), "cache", cache.format, "the name of a format")
-    _require(_is_whole(cache.page_size, 1), "page_size", cache.page_size, FROM_ONE)
+    _require_whole(cache.page_size, 1, "page_size")
     _require(_is_in(cache.layout, LAYOUTS), "layout", cache.layout, ", ".join(LAYOUTS))
 
 
@@ -122,8 +131,8 @@ def _check_scale_order(fmt: Format, shape: Shape, cache: CacheSpec) -> None:
 def _check_features(features: Features) -> None:
     windows = features.windows
     ok = isinstance(windows, tuple | list) and len(windows) > 0
-    ok = ok and all(window is None or _is_whole(window, 1) for window in windows)
-    allowed = "one or more of None and whole numbers from 1 up, in a tuple"
+    ok = ok and all(window is None or is_whole(window, 1, "windows") for window in windows)
+    allowed = f"one or more of None and whole numbers from 1 to {LARGEST['windows']}, in a tuple"
     _require(ok, "windows", windows, allowed, "window")
     _require_flags(features, ("soft_cap", "sinks", "alibi", "draft_masks", "non_causal", "lse"))
     formats = features.out_formats
@@ -135,12 +144,9 @@ def _check_features(features: Features) -> None:
 def _check_options(options: Options) -> None:
     ok = _is_in(options.kernels, (*OWNERS, *(row.name for row in ROWS)))
     _require(ok, "kernels", options.kernels, KERNELS)
-    spec = options.speculative_tokens
-    _require(_is_whole(spec, 0), "speculative_tokens", spec, "a whole number from 0 up", "spec")
-    slots, splits = options.plan_slots, options.debug_splits
-    _require(_is_whole(slots, 1), "plan_slots", slots, FROM_ONE)
-    ok = splits is None or _is_whole(splits, 1)
-    _require(ok, "debug_splits", splits, f"None, or {FROM_ONE}")
+    _require_whole(options.speculative_tokens, 0, "speculative_tokens", argument="spec")
+    _require_whole(options.plan_slots, 1, "plan_slots")
+    _require_whole(options.debug_splits, 1, "debug_splits", or_none=True)
     table = options.table_kernels
     ok = table is None or isinstance(table, bool)
     _require(ok, "table_kernels", table, "None, True or False")
@@ -154,10 +160,10 @@ def _check_ranks(ranks: ContextParallel) -> None:
     kind = isinstance(ranks, ContextParallel)
     _require(kind, "context_parallel", ranks, "None, or a pageant.ContextParallel", "dcp")
     world, rank = ranks.world, ranks.rank
-    _require(_is_whole(world, 1), "world", world, FROM_ONE, "dcp")
-    ok = _is_whole(rank, 0) and rank < world
+    _require_whole(world, 1, "world", argument="dcp")
+    ok = is_whole(rank, 0) and rank < world
     _require(ok, "rank", rank, f"a whole number from 0 to {world - 1}", "dcp")
-    _require(_is_whole(ranks.interleave, 1), "interleave", ranks.interleave, FROM_ONE, "dcp")
+    _require_whole(ranks.interleave, 1, "interleave", argument="dcp")
     _require(_is_in(ranks.comm, COMMS), "comm", ranks.comm, ", ".join(COMMS), "dcp")
 
 
@@ -173,8 +179,12 @@ def _require(ok: bool, name: str, value: object, allowed: str, argument: str | N
         raise ArgumentError(f"{name} is {value!r}; allowed: {allowed}", argument or name)
 
 
-def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _require_whole(
+    value: object, least: int, name: str, *, or_none: bool = False, argument: str | None = None
+) -> None:
+    """Raise unless the value is a whole number within the bounds of that name."""
+    ok = is_whole(value, least, name) or (or_none and value is None)
+    _require(ok, name, value, "None, or " * or_none + whole(least, name), argument)
 
 
 def _is_head_dim(value: Any) -> bool:

@@ -287,9 +287,41 @@ def test_from_lengths_with_slots_of_its_own():
         (([1, 1], [3], [[3], [4]]), "seq_lens"),
         (([1], [3], []), "page_table"),
         (([1, 1], [3, 9], [[3], [4]]), "page_table[1]"),
+        ((None, [3], [[3]]), "query_lens"),
+        ((1, [3], [[3]]), "query_lens"),
+        (([1.0], [3], [[3]]), "query_lens[0]"),
+        (([1, -1], [3, 3], [[3], [4]]), "query_lens[1]"),
+        (([True], [3], [[3]]), "query_lens[0]"),
+        (([1], "3", [[3]]), "seq_lens"),
+        (([1], ["3"], [[3]]), "seq_lens[0]"),
+        (([1], [2**31], [[3]]), "seq_lens[0]"),
+        (([1], [3], 5), "page_table"),
+        (([1], [3], [5]), "page_table[0]"),
+        (([1], [3], [["5"]]), "page_table[0][0]"),
+        (([1], [3], [[2**31]]), "page_table[0][0]"),
     ],
 )
 def test_lists_that_do_not_fit(lists, name):
     with pytest.raises(pageant.ArgumentError, match=r"allowed: ") as caught:
         Batch.from_lengths(*lists, page_size=4)
     assert caught.value.argument == name
+
+
+@pytest.mark.parametrize("page_size", [0, -1, 1.0, None, "4", 2**31])
+def test_lists_for_pages_of_no_size(page_size):
+    with pytest.raises(pageant.ArgumentError) as caught:
+        Batch.from_lengths([1], [3], [[3]], page_size)
+    assert caught.value.argument == "page_size"
+
+
+def test_fields_that_no_batch_has():
+    with pytest.raises(pageant.ArgumentError) as caught:
+        Batch.from_lengths([1], [3], [[3]], 4, colour=1)
+    assert caught.value.argument == "colour"
+
+
+def test_lists_of_other_kinds():
+    lens, table = np.array([1, 2]), np.array([[3], [4]])
+    batch = Batch.from_lengths(lens, (3, 4), [range(3, 4), (4,)], 4)
+    assert batch.page_table.tolist() == table.tolist()
+    assert Batch.from_lengths(lens, lens, table, 4).slot_mapping.tolist() == [12, 16, 17]

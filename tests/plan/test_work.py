@@ -7,7 +7,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from pageant.plan.buffers import make_buffers, make_workspace
+from pageant.plan.buffers import make_work, make_workspace
 from pageant.plan.work import (
     KEY_BEGIN,
     KEY_END,
@@ -50,13 +50,13 @@ def lengths(draw, most_rows):
 
 def room(phase, part, window, workers, splits=None):
     """The work list and workspace an Attention with just these limits has, full of old numbers."""
-    options = Options(debug_splits=splits, speculative_tokens=7)
+    options = Options(debug_splits=splits)
     rows = int(part.query_lens[part.first : part.last].sum())
     limits = Limits(max_requests=max(1, len(part.query_lens)), max_tokens=max(1, rows))
-    work = make_buffers(limits, Features(windows=(window,)), options, workers).work[phase, window]
+    work = make_work(limits, Features(windows=(window,)), options, workers)[phase, window]
     for array in (work.items, work.groups, work.counts, work.share_start):
         array[:] = -77
-    return work, make_workspace(SHAPE, limits, options, workers)
+    return work, make_workspace(SHAPE, limits, options, 8, workers)
 
 
 def sight(row, m, n, window, sees_all):

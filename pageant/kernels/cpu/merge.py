@@ -12,7 +12,10 @@ from collections.abc import Sequence
 
 import torch
 
+from pageant.plan.tensors import FLOATS, check_tensor, check_writable, overlaps_itself
 from pageant.types import bad
+
+DTYPES = (*FLOATS, torch.float64)
 
 
 def merge_states(
@@ -24,8 +27,9 @@ def merge_states(
     """One state from several.
 
     Args:
-        outs: [T, H, Dv] each, normalised without any sink; any strides; may alias `out`.
-        lses: [T, H] each, natural log, without any sink.
+        outs: a list of [T, H, Dv], floating point, normalised without any sink; any strides; may
+            alias `out`.
+        lses: a list of [T, H], floating point, natural log, without any sink.
         sinks: float32 [H]: e^sink joins the denominator once.
         out: [T, H, Dv], written and returned; None makes one of the first of `outs`' dtype.
 
@@ -33,7 +37,7 @@ def merge_states(
         out, and lse float32 [T, H], without the sink; rows no part has keys for: zeros and -inf.
 
     Raises:
-        ArgumentError: for parts that do not fit together.
+        ArgumentError: for parts that are no tensors, do not fit together, or require grad.
 
     >>> ln2 = torch.tensor([[0.6931472]])
     >>> out, lse = merge_states([torch.ones(1, 1, 2), torch.zeros(1, 1, 2)], [ln2, ln2])
@@ -69,18 +73,34 @@ def _check(
     sinks: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> None:
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if not isinstance(parts, list | tuple):
+            raise bad(name, f"a {type(parts).__name__}", "a list of tensors")
     if not outs:
         raise bad("outs", [], "one part or more")
     if len(lses) != len(outs):
         raise bad("lses", f"a list of {len(lses)}", f"one lse for each of the {len(outs)} outs")
-    shape = outs[0].shape
-    if len(shape) != 3:
-        raise bad("outs[0]", list(shape), "[T, H, Dv]")
+    check_tensor("outs[0]", outs[0], DTYPES, dims=3)
+    shape, device = outs[0].shape, outs[0].device
     for name, parts, want in (("outs", outs, shape), ("lses", lses, shape[:2])):
         for index, part in enumerate(parts):
-            if part.shape != want:
-                raise bad(f"{name}[{index}]", list(part.shape), str(list(want)))
-    if sinks is not None and sinks.shape != shape[1:2]:
-        raise bad("sinks", list(sinks.shape), str(list(shape[1:2])))
-    if out is not None and out.shape != shape:
-        raise bad("out", list(out.shape), str(list(shape)))
+            _check_part(f"{name}[{index}]", part, DTYPES, want, device)
+    if sinks is not None:
+        _check_part("sinks", sinks, (torch.float32,), shape[1:2], device)
+    if out is not None:
+        _check_part("out", out, DTYPES, shape, device)
+        check_writable("out", out)
+        if overlaps_itself(out):
+            raise bad("out", f"a tensor of strides {out.stride()}", "rows that do not overlap")
+
+
+def _check_part(
+    name: str,
+    x: torch.Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    shape: torch.Size,
+    device: torch.device,
+) -> None:
+    check_tensor(name, x, dtypes, device=device)
+    if x.shape != shape:
+        raise bad(name, list(x.shape), str(list(shape)))

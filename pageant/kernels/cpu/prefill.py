@@ -273,8 +273,9 @@ def _widen(
         return codes.to(dtype) if fmt.bits > 8 else _looked_up(codes, _values(fmt, dtype))
     if fmt.scale_block:  # products of e2m1 and e4m3 have 6 bits: exact in every dtype
         factors = _looked_up(scales, _values(FORMATS["fp8_e4m3"], dtype))
-        blocks = _looked_up(codes, _pairs(dtype)).view(dtype).unflatten(-1, (-1, fmt.scale_block))
-        return blocks.mul_(factors[..., None]).flatten(-2)
+        values = _looked_up(codes, _pairs(dtype)).view(dtype)
+        values.unflatten(-1, (-1, fmt.scale_block)).mul_(factors[..., None])
+        return values
     if fmt.exponent_bits == 0:
         values = codes.view(fmt.element_dtype).float()
     else:

@@ -6,106 +6,26 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from pageant.cache.formats import FORMATS, resolve
+from pageant.cache.formats import FORMATS
 from pageant.cache.pages import LayerCache
-from pageant.cache.quantize import encode
-from pageant.kernels import reference
 from pageant.kernels.call import AttentionCall
 from pageant.kernels.cpu import decode
-from pageant.plan.buffers import Workspace
-from pageant.plan.inputs import LayerParams
-from pageant.plan.work import Lengths, WorkList, fill_decode
-from tests.inputs import BOUNDS, assert_close
+from tests.inputs import BOUNDS
+from tests.kernels.cpu import calls
+from tests.kernels.cpu.calls import UNTOUCHED, fresh
 
-Pairs = list[tuple[int, int]]
-UNTOUCHED = 77.0
-HEADS = (6, 2)
-WORKERS = 3
-
-
-def make_call(
-    lengths: Pairs,
-    *,
-    dtype: torch.dtype = torch.float32,
-    format: str = "auto",
-    page_size: int = 16,
-    heads: tuple[int, int] = HEADS,
-    dims: tuple[int, int] = (32, 32),
-    causal: bool | torch.Tensor = True,
-    draft: torch.Tensor | None = None,
-    splits: int | None = None,
-    heads_inside: bool = True,
-    **params: Any,
-) -> AttentionCall:
-    """A call over random queries and pages in random order; outputs hold UNTOUCHED."""
-    rng = torch.Generator().manual_seed(len(lengths) + page_size)
-    fmt = resolve(format, dtype)
-    rows, keys = (np.array(column) for column in zip(*lengths, strict=True))
-    counts = -(-keys // page_size)
-    order = iter(torch.randperm(int(counts.sum()), generator=rng).tolist())
-    table = torch.full((len(lengths), max(int(counts.max()), 1)), 10**6, dtype=torch.int32)
-    for request, count in enumerate(counts):
-        table[request, :count] = torch.tensor([next(order) for _ in range(count)])
-    middle = (page_size, heads[1]) if heads_inside else (heads[1], page_size)
-    k, v = (
-        encode(torch.randn(int(counts.sum()), *middle, dim, generator=rng), fmt) for dim in dims
-    )
-    if not heads_inside:
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-    tokens = int(rows.sum())
-    resolved = LayerParams(**{"score_scale": dims[0] ** -0.5, **params})
-    work = WorkList.empty(len(lengths) * (splits or 1) + WORKERS, WORKERS)
-    each = np.full(len(lengths), causal) if isinstance(causal, bool) else causal.numpy()
-    sees_all = ~each | (draft is not None)
-    fill_decode(work, Lengths(0, len(lengths), rows, keys, sees_all), resolved.window, splits)
-    parts = torch.full(
-        (len(lengths) * (splits or WORKERS) + 1, int(rows.max()), heads[0]), torch.nan
-    )
-    return AttentionCall(
-        q=torch.randn(tokens + 2, heads[0], dims[0], generator=rng).to(dtype),
-        cache=LayerCache(k, v, fmt),
-        out=torch.full((tokens + 2, heads[0], dims[1]), UNTOUCHED, dtype=dtype),
-        lse=torch.full((tokens + 2, heads[0]), UNTOUCHED),
-        query_start_loc=torch.tensor([0, *rows.cumsum()], dtype=torch.int32),
-        key_lens=torch.tensor(keys, dtype=torch.int32),
-        page_table=table,
-        causal=causal,
-        draft_mask=draft,
-        params=resolved,
-        work=work,
-        workspace=Workspace(parts.new_full((*parts.shape, dims[1]), torch.nan), parts),
-    )
-
-
-def fresh(call: AttentionCall) -> AttentionCall:
-    """The same call with outputs and partial results of its own."""
-    assert call.lse is not None
-    room = Workspace(
-        torch.full_like(call.workspace.partial_out, torch.nan),
-        torch.full_like(call.workspace.partial_lse, torch.nan),
-    )
-    out, lse = torch.full_like(call.out, UNTOUCHED), torch.full_like(call.lse, UNTOUCHED)
-    return replace(call, out=out, lse=lse, workspace=room)
+make_call = partial(calls.make_call, phase="decode")
 
 
 def check(call: AttentionCall) -> None:
-    """Run, and compare with the float64 reference; padding rows are left alone."""
-    decode.run(call)
-    assert call.lse is not None
-    exact = replace(call, out=call.out.double(), lse=call.lse.clone())
-    exact.out[:-2], exact.lse[:-2] = 0, 0
-    reference.run(exact)
-    bound = BOUNDS[call.out.dtype]
-    assert_close(call.out[:-2], exact.out[:-2], bound)
-    assert_close(call.lse[:-2], exact.lse[:-2], 1e-5)
-    assert (call.out[-2:] == UNTOUCHED).all()
-    assert (call.lse[-2:] == UNTOUCHED).all()
+    calls.check(decode.run, call, lse_bound=1e-5)
 
 
 FEATURES: dict[str, dict[str, Any]] = {

@@ -3,86 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from pageant.cache.formats import resolve
-from pageant.cache.pages import LayerCache
-from pageant.cache.quantize import encode
-from pageant.kernels import reference
 from pageant.kernels.call import AttentionCall
 from pageant.kernels.cpu import prefill
-from pageant.plan.buffers import Workspace
-from pageant.plan.inputs import LayerParams
-from pageant.plan.work import Lengths, WorkList, fill_prefill
-from tests.inputs import BOUNDS, assert_close
+from tests.inputs import BOUNDS
+from tests.kernels.cpu import calls
+from tests.kernels.cpu.calls import UNTOUCHED
 
-Pairs = list[tuple[int, int]]
-UNTOUCHED = 77.0
-HEADS = (6, 2)
-
-
-def make_call(
-    lengths: Pairs,
-    *,
-    dtype: torch.dtype = torch.float32,
-    format: str = "auto",
-    page_size: int = 16,
-    dims: tuple[int, int] = (32, 32),
-    causal: bool = True,
-    draft: torch.Tensor | None = None,
-    **params: Any,
-) -> AttentionCall:
-    """A call over random queries and pages in random order; outputs hold UNTOUCHED."""
-    rng = torch.Generator().manual_seed(len(lengths) + page_size)
-    fmt = resolve(format, dtype)
-    rows, keys = (np.array(column) for column in zip(*lengths, strict=True))
-    counts = -(-keys // page_size)
-    order = iter(torch.randperm(int(counts.sum()), generator=rng).tolist())
-    table = torch.full((len(lengths), max(int(counts.max()), 1)), -1, dtype=torch.int32)
-    for request, count in enumerate(counts):
-        table[request, :count] = torch.tensor([next(order) for _ in range(count)])
-    k, v = (
-        encode(torch.randn(int(counts.sum()), page_size, HEADS[1], dim, generator=rng), fmt)
-        for dim in dims
-    )
-    tokens = int(rows.sum())
-    resolved = LayerParams(**{"score_scale": dims[0] ** -0.5, **params})
-    work = WorkList.empty(64, 1)
-    sees_all = np.full(len(lengths), not causal or draft is not None)
-    fill_prefill(work, Lengths(0, len(lengths), rows, keys, sees_all), resolved.window)
-    return AttentionCall(
-        q=torch.randn(tokens, HEADS[0], dims[0], generator=rng).to(dtype),
-        cache=LayerCache(k, v, fmt),
-        out=torch.full((tokens, HEADS[0], dims[1]), UNTOUCHED, dtype=dtype),
-        lse=torch.full((tokens, HEADS[0]), UNTOUCHED),
-        query_start_loc=torch.tensor([0, *rows.cumsum()], dtype=torch.int32),
-        key_lens=torch.tensor(keys, dtype=torch.int32),
-        page_table=table,
-        causal=causal,
-        draft_mask=draft,
-        params=resolved,
-        work=work,
-        workspace=Workspace(torch.empty(0), torch.empty(0)),
-    )
+make_call = partial(calls.make_call, phase="prefill")
 
 
 def check(call: AttentionCall) -> None:
-    """Run, and compare with the float64 reference."""
-    prefill.run(call)
-    exact = replace(
-        call,
-        out=torch.zeros_like(call.out, dtype=torch.float64),
-        lse=torch.zeros_like(call.lse, dtype=torch.float64),
-    )
-    reference.run(exact)
-    assert call.lse is not None
-    assert exact.lse is not None
-    assert_close(call.out, exact.out, BOUNDS[call.out.dtype])
-    assert_close(call.lse, exact.lse, BOUNDS[call.out.dtype])
+    calls.check(prefill.run, call, lse_bound=BOUNDS[call.out.dtype])
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -165,7 +102,7 @@ def test_rows_without_keys_and_calls_without_lse_or_work() -> None:
     assert call.lse is not None
     assert (call.out[:6] == 0).all()
     assert (call.lse[:6] == -torch.inf).all()
-    again = replace(call, lse=None, out=torch.empty_like(call.out))
+    again = replace(call, lse=None, out=torch.full_like(call.out, UNTOUCHED))
     prefill.run(again)
     assert torch.equal(again.out, call.out)
     call.work.clear()

@@ -1,0 +1,80 @@
+"""What the functional forms are given, checked before anything is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from pageant.cache.formats import resolve
+from pageant.plan.tensors import FLOATS, check_tensor
+from pageant.types import bad
+
+BATCH_FIELDS = ("causal", "draft_mask", "draft_parents", "encoder_seq_lens")
+INT32, BYTES = (torch.int32,), (torch.uint8, torch.int8)
+KEY_NAMES, PAGE_NAMES = ("k", "v"), ("k_cache", "v_cache")
+
+
+def check_names(given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise for the first name that is not known.
+
+    >>> check_names(["causal", "colour"], BATCH_FIELDS)
+    Traceback (most recent call last):
+    pageant.types.ArgumentError: colour is 'given'; allowed: \
+causal, draft_mask, draft_parents, encoder_seq_lens
+    """
+    for name in given:
+        if name not in known:
+            raise bad(name, "given", ", ".join(known))
+
+
+def check_states(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: tuple[str, str], format: str
+) -> None:
+    """Raise unless q is [T, Hq, D], k [.., Hkv, D] and v [.., Hkv, Dv] with as many rows as k.
+
+    Args:
+        q: queries, of a model dtype.
+        k, v: keys and values, stored in the format.
+        names: what errors call k and v; PAGE_NAMES have pages and rows before their heads.
+        format: the name of a format.
+    """
+    check_tensor("q", q, FLOATS, dims=3)
+    if q.device.type not in ("cpu", "cuda"):
+        raise bad("q", str(q.device), "a tensor on the CPU or a CUDA device")
+    if not isinstance(format, str):
+        raise bad("format", format, "the name of a cache format")
+    fmt = resolve(format, q.dtype)
+    kinds = (fmt.element_dtype, *(BYTES if fmt.bits == 8 else ()))
+    dims = 4 if names == PAGE_NAMES else 3
+    for name, x in zip(names, (k, v), strict=True):
+        check_tensor(name, x, kinds, dims=dims, device=q.device)
+        if x.shape[-1] > 1 and x.stride(-1) != 1:
+            raise bad(name, f"content stride {x.stride(-1)}", "content stride 1")
+    if k.shape[-1] != q.shape[-1]:
+        raise bad(names[0], list(k.shape), f"head size {q.shape[-1]}, as of q")
+    if k.shape[:-1] != v.shape[:-1]:
+        have = ", ".join(map(str, k.shape[:-1]))
+        raise bad(names[1], list(v.shape), f"[{have}, any], as {names[0]} has")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise unless the value is True or False."""
+    if not isinstance(value, bool):
+        raise bad(name, value, "True or False")
+
+
+def check_lengths(
+    tensors: Mapping[str, torch.Tensor], device: torch.device, dims: Mapping[str, int]
+) -> None:
+    """Raise unless each is an int32 tensor on the device; dimensions are 1 unless `dims` says."""
+    for name, x in tensors.items():
+        check_tensor(name, x, INT32, dims=dims.get(name, 1), device=device)
+
+
+def check_starts(name: str, starts: torch.Tensor, num_rows: int) -> None:
+    """Raise unless offsets [R + 1] begin at 0 or above, never fall, and end within the rows."""
+    if len(starts) == 0:
+        raise bad(name, [], "[requests + 1]")
+    if int(starts[0]) < 0 or int(starts[-1]) > num_rows or bool((starts.diff() < 0).any()):
+        raise bad(name, starts.tolist(), f"offsets that never fall, up to the {num_rows} keys")
