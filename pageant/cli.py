@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
 from pageant import __version__
-from pageant.cache.formats import Format, resolve
-from pageant.cache.layout import CacheLayout
+from pageant.cache.describe import ByteMap
+from pageant.cache.formats import resolve
 from pageant.cache.pages import layout_for
 from pageant.engine.generate import generate
 from pageant.select.cases import DEFAULTS, answer_file, explain_case
@@ -141,6 +141,9 @@ def layout(  # budget: one parameter for each option of the command
     order: Annotated[
         str, typer.Option("--layout", help="Order of the axes: layer, block, head, token, content.")
     ] = "LBHNC",
+    v_scale_order: Annotated[
+        str, typer.Option(help="nvfp4's value scales: linear or swizzled.")
+    ] = "linear",
     layers: Annotated[int, typer.Option(min=1, help="Layers of the cache.")] = 1,
     pages: Annotated[int, typer.Option(min=1, help="Pages of each layer.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
@@ -149,96 +152,18 @@ def layout(  # budget: one parameter for each option of the command
     shape = Shape(
         num_q_heads=kv_heads, num_kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim
     )
-    spec = CacheSpec(format=cache_format, page_size=page_size, layout=order)
+    spec = CacheSpec(
+        format=cache_format,
+        page_size=page_size,
+        layout=order,
+        v_scale_order=cast(Any, v_scale_order),  # checked next, like the others
+    )
     valid = check_config(shape, spec)
     if not valid.ok:
         raise ArgumentError(valid.reason or "", valid.argument or "")
-    fmt, byte_map = resolve(cache_format, shape.dtype), layout_for(shape, spec, layers, pages)
-    print(json.dumps(_layout_dict(byte_map, fmt)) if as_json else _layout_text(byte_map, fmt))
+    fmt = resolve(cache_format, shape.dtype)
+    byte_map = ByteMap(layout_for(shape, spec, layers, pages), fmt, v_scale_order)
+    print(json.dumps(byte_map.to_dict()) if as_json else byte_map)
 
 
 app.command()(generate)
-
-
-def _parts(layout: CacheLayout) -> dict[str, dict[str, int]]:
-    """Where the key and the value of a row begin, and the bytes each takes."""
-    sizes = {"key": (0, layout.key_bytes), "value": (layout.key_bytes, layout.value_bytes)}
-    return {
-        name: {
-            "first_byte": first,
-            "row_bytes": size,
-            "token_bytes": size * layout.num_kv_heads,
-            "page_bytes": size * layout.num_kv_heads * layout.page_size,
-        }
-        for name, (first, size) in sizes.items()
-    }
-
-
-def _layout_dict(layout: CacheLayout, fmt: Format) -> dict[str, Any]:
-    row_bytes = layout.key_bytes + layout.value_bytes
-    return {
-        "format": fmt.name,
-        "element_bits": fmt.bits,
-        "layout": layout.order,
-        "sizes": layout.sizes,
-        "strides_bytes": layout.strides,
-        **_parts(layout),
-        "row_bytes": row_bytes,
-        "token_bytes": row_bytes * layout.num_kv_heads,
-        "page_bytes": layout.page_bytes,
-        "cache_bytes": layout.num_bytes,
-    }
-
-
-AXES = {"L": "layer", "B": "page", "H": "head", "N": "token"}
-
-
-def _layout_text(layout: CacheLayout, fmt: Format) -> str:
-    said, step = _layout_dict(layout, fmt), fmt.bits // 8
-    strides = [(AXES[axis], layout.strides[axis]) for axis in layout.order if axis != "C"]
-    where = " + ".join(f"{axis} * {stride}" for axis, stride in (*strides, ("i", step)))
-    offsets = {"key": where, "value": f"{where} + {layout.key_bytes}"}
-    table = [["", "row", "token", "page", "element i begins at byte"]]
-    for name, part in [*((name, said[name]) for name in offsets), ("both", said)]:
-        sizes = (str(part[f"{column}_bytes"]) for column in table[0][1:4])
-        table.append([name, *sizes, offsets.get(name, "")])
-    lines = [
-        f"{fmt.name}: {step} byte{'s' * (step > 1)} an element. Layout {layout.order}, outermost "
-        f"axis first: {', '.join(axis for axis, _ in strides)}, content.",
-        "",
-        f"A page holds {layout.page_size} tokens of {layout.num_kv_heads} heads. "
-        "A row is one token of one head: its key, then its value.",
-        "Bytes of one layer, and where each element lies:",
-        "",
-        *_columns(table),
-        "",
-        *_columns(
-            [
-                ["axis", *(axis for axis, _ in strides), "element"],
-                ["stride in bytes", *(str(stride) for _, stride in strides), str(step)],
-            ]
-        ),
-        "",
-        f"The first rows in memory, and the last of {layout.num_bytes} bytes:",
-        "",
-        *_columns([["bytes", *AXES.values(), ""], *_first_rows(layout)]),
-    ]
-    return "\n".join(lines)
-
-
-def _first_rows(layout: CacheLayout) -> Iterator[list[str]]:
-    """The first rows in memory and the last, each as its key and its value."""
-    row_bytes = layout.key_bytes + layout.value_bytes
-    num_rows = layout.num_bytes // row_bytes
-    for index in dict.fromkeys([*range(min(4, num_rows)), num_rows - 1]):
-        at = layout.position(index * row_bytes)
-        for name, part in _parts(layout).items():
-            first = index * row_bytes + part["first_byte"]
-            span = f"{first}..{first + part['row_bytes'] - 1}"
-            yield [span, *(str(at[axis]) for axis in AXES), name]
-
-
-def _columns(table: list[list[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
-        yield "  ".join(map(str.ljust, line, widths)).rstrip()

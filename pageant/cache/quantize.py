@@ -170,8 +170,10 @@ def quantize(x: torch.Tensor, format: str, scale: Scalar = 1.0) -> Stored:
         [...] for one a row, e4m3 [..., ceil(D / 16)] for nvfp4, None for formats without any.
     """
     fmt = resolve(format, x.dtype)
-    if (x.dim() == 0 and fmt.scale_dtype is not None) or (x.dim() and x.shape[-1] % fmt.per_byte):
-        raise bad("x", list(x.shape), f"[..., D], D a multiple of {fmt.per_byte}")
+    if fmt.scale_dtype is not None and (
+        not x.shape or not x.shape[-1] or x.shape[-1] % fmt.per_byte
+    ):
+        raise bad("x", list(x.shape), f"[..., D], D a positive multiple of {fmt.per_byte}")
     return encode(x, fmt, scale)
 
 
@@ -187,6 +189,8 @@ def dequantize(
         scale: per-tensor factor.
     """
     fmt = resolve(format, codes.dtype)
+    if codes.element_size() != fmt.element_dtype.itemsize:
+        raise bad("codes", codes.dtype, f"{fmt.element_dtype}, or bytes of the same size")
     if fmt.scale_dtype is None and scales is not None:
         raise ArgumentError(
             f"scales are given, but {fmt.name} stores none; allowed: None", "scales"
@@ -196,8 +200,9 @@ def dequantize(
             raise bad("scales", None, f"the scales {fmt.name} stores beside its elements")
         size = codes.shape[-1] * fmt.per_byte if codes.dim() else 0
         want = [*codes.shape[:-1], *([fmt.num_scales(size)] if fmt.scale_block else [])]
-        if list(scales.shape) != want:
-            raise bad("scales", list(scales.shape), str(want))
+        if list(scales.shape) != want or scales.element_size() != fmt.scale_dtype.itemsize:
+            allowed = f"{fmt.scale_dtype} {want}"
+            raise bad("scales", f"{scales.dtype} {list(scales.shape)}", allowed)
         scales = scales.view(fmt.scale_dtype)
     values = decode(codes, scales, fmt)
-    return values * scale if fmt.uses_layer_scales else values
+    return values * _as_tensor(scale, values.device) if fmt.uses_layer_scales else values

@@ -8,18 +8,35 @@ from pageant.cache.layout import LAYOUTS
 from pageant.cache.pages import LayerCache, PagedCache
 
 SIZES = {"auto": 2, "fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+# Bytes of a key of 32 elements and of its scales, then of a value of 16.
+PARTS = {name: (32 * size, 0, 16 * size, 0) for name, size in SIZES.items()}
+SCALED = {
+    "int8": (32, 4, 16, 4),
+    "fp8_e4m3_token_head": (32, 4, 16, 4),
+    "nvfp4": (16, 2, 8, 1),
+    "nvfp4_4over6": (16, 2, 8, 1),
+}
+PARTS |= SCALED
+SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
-each_format = pytest.mark.parametrize("format", SIZES)
+each_plain_format = pytest.mark.parametrize("format", SIZES)
+each_scaled_format = pytest.mark.parametrize("format", SCALED)
+each_format = pytest.mark.parametrize("format", PARTS)
 
 
-def attention(format="auto", page_size=16, layout="LBHNC", kv_heads=2, dims=(32, 16)):
+def attention(format="auto", page_size=16, layout="LBHNC", kv_heads=2, dims=(32, 16), **spec):
     return pageant.Attention(
         pageant.Shape(
             num_q_heads=2 * kv_heads, num_kv_heads=kv_heads, head_dim=dims[0], v_head_dim=dims[1]
         ),
-        pageant.CacheSpec(format=format, page_size=page_size, layout=layout),
+        pageant.CacheSpec(format=format, page_size=page_size, layout=layout, **spec),
         pageant.Limits(max_requests=4, max_tokens=16),
     )
+
+
+def views_of(cache):
+    views = (cache.k, cache.k_scales, cache.v, cache.v_scales)
+    return [view for view in views if view is not None]
 
 
 @each_layout
@@ -28,32 +45,47 @@ def attention(format="auto", page_size=16, layout="LBHNC", kv_heads=2, dims=(32,
 def test_new_cache(layout, format, page_size):
     attn = attention(format, page_size, layout)
     kv = attn.new_cache(num_layers=3, num_pages=7)
-    size = SIZES[format]
-    want = 3 * 7 * page_size * 2 * (32 + 16) * size
+    parts = PARTS[format]
+    want = 3 * 7 * page_size * 2 * sum(parts)
     assert isinstance(kv, PagedCache)
     assert kv.num_bytes == kv.storage.nbytes == want
     assert len(kv) == len(list(kv)) == 3
     assert not kv.storage.any()
     for layer in kv:
         assert isinstance(layer, LayerCache)
-        assert layer.k.shape == (7, page_size, 2, 32)
-        assert layer.v.shape == (7, page_size, 2, 16)
+        size = layer.k.element_size()
+        assert layer.k.shape == (7, page_size, 2, parts[0] // size)
+        assert layer.v.shape == (7, page_size, 2, parts[2] // size)
         assert layer.k.dtype == layer.v.dtype == attn.format.element_dtype
-        assert layer.k.element_size() == size
         assert layer.k.stride(-1) == layer.v.stride(-1) == 1
         assert (layer.num_pages, layer.page_size) == (7, page_size)
         assert layer.format is attn.format
-        assert layer.k_scales is layer.v_scales is None
-        assert layer.k.untyped_storage().data_ptr() == kv.storage.data_ptr()
+        assert layer.v_scale_order == "linear"
+        for view in views_of(layer):
+            assert view.untyped_storage().data_ptr() == kv.storage.data_ptr()
+        if format not in SCALED:
+            assert layer.k_scales is layer.v_scales is None
+        elif format.startswith("nvfp4"):
+            assert layer.k_scales.shape == (7, page_size, 2, 2)
+            assert layer.v_scales.shape == (7, page_size, 2, 1)
+            assert layer.k_scales.dtype == layer.v_scales.dtype == torch.float8_e4m3fn
+        else:
+            assert layer.k_scales.shape == layer.v_scales.shape == (7, page_size, 2)
+            assert layer.k_scales.dtype == layer.v_scales.dtype == torch.float32
 
 
 @each_layout
-def test_layers_share_no_byte_and_leave_none(layout):
-    kv = attention("fp8", 5, layout).new_cache(num_layers=3, num_pages=4)
+@each_format
+def test_layers_share_no_byte_and_leave_none(layout, format):
+    """Every bit set through the views of one layer after another: the counts add up at the end."""
+    kv = attention(format, 5, layout).new_cache(num_layers=3, num_pages=4)
+    seen = 0
     for layer in kv:
-        for view in (layer.k, layer.v):
-            view.view(torch.uint8).add_(1)
-    assert (kv.storage == 1).all()
+        for view in views_of(layer):
+            view.view(SAME_SIZE[view.element_size()])[:] = -1
+            seen += view.numel() * view.element_size()
+            assert int((kv.storage == 255).sum()) == seen
+    assert seen == kv.num_bytes
 
 
 @pytest.mark.parametrize("name", ["num_layers", "num_pages"])
@@ -70,7 +102,7 @@ def test_new_cache_sizes(name, value):
 @each_layout
 def test_pages_for(format, layout):
     attn = attention(format, 16, layout)
-    one = 16 * 2 * 48 * SIZES[format] * 3
+    one = 16 * 2 * sum(PARTS[format]) * 3
     assert attn.pages_for(one * 10, num_layers=3) == 10
     assert attn.pages_for(one * 11 - 1, num_layers=3) == 10
     assert attn.pages_for(one - 1, num_layers=3) == 0
@@ -89,7 +121,7 @@ def test_pages_for_refuses(num_bytes, num_layers, name):
     assert caught.value.argument == name
 
 
-@each_format
+@each_plain_format
 def test_wrap_separate(format):
     attn = attention(format)
     dtype = attn.format.element_dtype
@@ -101,7 +133,7 @@ def test_wrap_separate(format):
     assert (cache.num_pages, cache.page_size) == (7, 16)
 
 
-@each_format
+@each_plain_format
 @each_layout
 def test_wrap_combined(format, layout):
     """One tensor in the layout's order is what that layer's part of new_cache would be."""
@@ -184,3 +216,30 @@ def test_wrap_refuses_scales_nobody_reads(name):
     with pytest.raises(pageant.ArgumentError, match="stores no scales") as caught:
         attention().wrap_cache(**good(), **{name: torch.ones(7, 16, 2)})
     assert caught.value.argument == name
+
+
+@pytest.mark.parametrize(
+    ("fields", "argument"),
+    [
+        ({"format": "nvfp4", "v_scale_order": "zigzag"}, "v_scale_order"),
+        ({"format": "nvfp4", "v_scale_order": None}, "v_scale_order"),
+        ({"format": "nvfp4", "v_scale_order": "swizzled", "page_size": 6}, "v_scale_order"),
+        ({"format": "nvfp4", "v_scale_order": "swizzled", "dims": (64, 96)}, "v_scale_order"),
+        ({"format": "nvfp4", "v_scale_order": "swizzled"}, "v_scale_order"),  # one scale a value
+        ({"format": "int8", "v_scale_order": "swizzled", "dims": (64, 64)}, "v_scale_order"),
+        ({"format": "bf16", "v_scale_order": "swizzled", "dims": (64, 64)}, "v_scale_order"),
+    ],
+)
+def test_orders_of_value_scales_that_do_not_fit(fields, argument):
+    with pytest.raises(pageant.ArgumentError) as caught:
+        attention(**fields)
+    assert caught.value.argument == argument
+
+
+def test_swizzled_value_scales():
+    attn = attention("nvfp4", dims=(16, 64), v_scale_order="swizzled")
+    kv = attn.new_cache(num_layers=1, num_pages=2)
+    assert kv[0].v_scale_order == "swizzled"
+    cache = kv[0]
+    wrapped = attn.wrap_cache(cache.k, cache.v, cache.k_scales, cache.v_scales)
+    assert wrapped.v_scale_order == "swizzled"

@@ -1,5 +1,7 @@
 """Writing pages: the fast writer leaves exactly the bytes the plain one leaves, and no others."""
 
+from functools import lru_cache
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,26 +11,54 @@ import pageant
 from pageant import ops
 from pageant.cache.formats import FORMATS
 from pageant.cache.layout import LAYOUTS, CacheLayout
-from pageant.cache.pages import LayerCache
+from pageant.cache.pages import layer_of
+from pageant.cache.quantize import decode
 from pageant.kernels import reference
 from pageant.kernels.cpu.write_pages import write_pages
 from pageant.plan.pages import write_index
+from tests.cache import definition
 
-PAGES = 5
+PAGES = 3
+PLAIN_DIMS = (16, 24)
+HEADS = (1, 3, 4, 8)
+SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
-def dirty_cache(order, name, page_size, heads, dims=(16, 24)):
+def dirty_cache(order, name, page_size, heads, dims=PLAIN_DIMS, v_scale_order="linear"):
     """Three layers full of random bytes, and views of the middle one."""
     fmt = FORMATS[name]
     layout = CacheLayout(
-        order, 3, PAGES, heads, page_size, fmt.data_bytes(dims[0]), fmt.data_bytes(dims[1])
+        order,
+        3,
+        PAGES,
+        heads,
+        page_size,
+        *(fmt.data_bytes(dim) for dim in dims),
+        *(fmt.scale_bytes(dim) for dim in dims),
     )
+    storage = noise(layout.num_bytes).clone()
+    return storage, layer_of(layout, storage, 1, fmt, v_scale_order)
+
+
+@lru_cache(maxsize=4)
+def noise(num_bytes):
     rng = torch.Generator().manual_seed(11)
-    storage = torch.randint(0, 256, (layout.num_bytes,), generator=rng).to(torch.uint8)
-    return storage, LayerCache(*layout.views(storage, 1, fmt.element_dtype), fmt)
+    return torch.randint(0, 256, (num_bytes,), generator=rng).to(torch.uint8)
 
 
-def tokens(count, heads, dtype, dims=(16, 24), size=100.0):
+def bytes_of_slots(order, name, page_size, heads, slots, dims=PLAIN_DIMS):
+    """bool [num_bytes]: which bytes belong to these slots of the middle layer, from its layout."""
+    storage, cache = dirty_cache(order, name, page_size, heads, dims)
+    storage.zero_()
+    pages, rows = torch.tensor([divmod(slot, page_size) for slot in slots if slot >= 0]).T
+    for side in cache.sides:
+        for view in side[:2]:
+            if view is not None:
+                view.view(SAME_SIZE[view.element_size()])[pages, rows] = -1
+    return storage == 255
+
+
+def tokens(count, heads, dtype, dims=PLAIN_DIMS, size=100.0):
     rng = torch.Generator().manual_seed(count)
     k = torch.randn(count, heads, dims[0], generator=rng) * size
     v = torch.randn(count, heads, dims[1], generator=rng) * size
@@ -49,17 +79,127 @@ def agree(order, name, page_size, heads, dtype, slots, scales=(1.0, 1.0), extra=
     return before, fast
 
 
-@pytest.mark.parametrize("order", LAYOUTS)
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("page_size", [1, 16, 48])
-@pytest.mark.parametrize("heads", [1, 3, 4, 8])
-def test_equals_the_plain_writer(order, name, page_size, heads):
+def on_the_grid(name, count, heads, dim, scale, rng):
+    """float32 [count, heads, dim] a format stores exactly under a layer's scale, a power of two."""
+    fmt, shape = FORMATS[name], (count, heads, dim)
+    if not fmt.quantized:
+        return torch.randint(-99, 99, shape, generator=rng).float() / 8
+    if not fmt.scale_dtype:
+        codes = torch.randint(0, 0x7C, shape, generator=rng).to(torch.uint8)
+        codes |= torch.randint(0, 2, shape, generator=rng).to(torch.uint8) << 7
+        return decode(codes, None, fmt) * scale
+    if not fmt.scale_block:
+        own = torch.exp2(torch.randint(-9, 9, (count, heads, 1), generator=rng).float())
+        if name == "int8":
+            values = torch.randint(-127, 128, shape, generator=rng).float()
+        else:
+            codes = torch.randint(0, 0x7F, shape, generator=rng).to(torch.uint8)
+            values = decode(codes, None, FORMATS["fp8_e4m3"])
+        values[..., 3] = -fmt.max_value
+        return values * own
+    codes = torch.randint(0, 16, shape, generator=rng)
+    codes[..., ::16] = 7 + 8 * (codes[..., ::16] % 2)  # each block has a 6
+    values = torch.tensor(definition.E2M1, dtype=torch.float32)[codes]
+    own = torch.randint(8, 0x7F, (count, heads, fmt.num_scales(dim)), generator=rng)
+    own = torch.tensor(definition.TABLES["fp8_e4m3"], dtype=torch.float32)[own]
+    return values * own.repeat_interleave(16, -1)[..., :dim] * scale
+
+
+def each_grid(test):
+    """Every layout, format and page size; head counts are looped over inside, to be quick."""
+    for name, values in {"order": LAYOUTS, "name": FORMATS, "page_size": [1, 16, 48]}.items():
+        test = pytest.mark.parametrize(name, values)(test)
+    return test
+
+
+@each_grid
+def test_equals_the_plain_writer(order, name, page_size):
     pool = PAGES * page_size
     slots = [pool - 1, -1, 0, pool // 2, -(2**40)]
-    before, after = agree(order, name, page_size, heads, torch.float32, slots, extra=2)
-    # Three tokens were written, with 40 elements a head, and no byte besides.
-    changed = int((before != after).sum())
-    assert 0 < changed <= 3 * heads * 40 * FORMATS[name].bits // 8
+    for heads in HEADS:
+        before, after = agree(order, name, page_size, heads, torch.float32, slots, extra=2)
+        changed = before != after
+        assert changed.any()
+        assert not (changed & ~bytes_of_slots(order, name, page_size, heads, slots)).any()
+
+
+@each_grid
+def test_values_on_the_grid_come_back_exactly(order, name, page_size):
+    pool, scales = PAGES * page_size, (0.5, 4.0)
+    slots = torch.tensor([pool - 1, 0, pool // 2])
+    pages, rows = slots // page_size, slots % page_size
+    for heads in HEADS:
+        rng = torch.Generator().manual_seed(heads)
+        k, v = (
+            on_the_grid(name, 3, heads, dim, scale, rng)
+            for dim, scale in zip(PLAIN_DIMS, scales, strict=True)
+        )
+        _, cache = dirty_cache(order, name, page_size, heads)
+        write_pages(k, v, cache, write_index(slots, page_size), scales)
+        for x, side, scale in zip((k, v), cache.sides, scales, strict=True):
+            stored = None if side.scales is None else side.scales[pages, rows]
+            got = ops.dequantize(side.elements[pages, rows], stored, name, scale)
+            assert torch.equal(got, x)
+
+
+@pytest.mark.parametrize("order", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].quantized])
+@pytest.mark.parametrize("dims", [(16, 72), (40, 24)])
+def test_bytes_are_the_definitions_where_the_layout_says(order, name, dims):
+    """Byte by byte, through `offset`: neither views nor torch's casts have a part in it."""
+    heads, size, slot, scales = 3, 4, 9, (0.3, 7.0)
+    storage, cache = dirty_cache(order, name, size, heads, dims)
+    rng = torch.Generator().manual_seed(1)
+    k, v = (torch.randn(1, heads, dim, generator=rng) * 50 for dim in dims)
+    write_pages(k, v, cache, write_index(torch.tensor([slot]), size), scales)
+    fmt = FORMATS[name]
+    parts = ([fmt.data_bytes(dim) for dim in dims], [fmt.scale_bytes(dim) for dim in dims])
+    layout = CacheLayout(order, 3, PAGES, heads, size, *parts[0], *parts[1])
+    page, token = divmod(slot, size)
+    for head in range(heads):
+        want = [
+            byte
+            for x, scale in zip((k, v), scales, strict=True)
+            for part in definition.stored(x[0, head].numpy(), name, scale)
+            for byte in part.tolist()
+        ]
+        assert len(want) == layout.row_bytes
+        for byte, value in enumerate(want):
+            at = layout.offset(layer=1, page=page, head=head, token=token, byte=byte)
+            assert storage[at] == value
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_4over6"])
+@pytest.mark.parametrize("order", LAYOUTS)
+@pytest.mark.parametrize("dims", [(16, 64), (40, 128)])
+def test_swizzled_value_scales_are_the_linear_ones_elsewhere(order, name, dims):
+    heads, size = 3, 8
+    k, v = tokens(11, heads, torch.float32, dims)
+    slots = torch.tensor([0, 5, 6, 17, -1, 7, 23, 22, 21, 20, 1])
+    caches = {}
+    for scale_order in ("linear", "swizzled"):
+        for write in ("plain", "fast"):
+            storage, cache = dirty_cache(order, name, size, heads, dims, scale_order)
+            if write == "plain":
+                reference.write_pages(k, v, cache, slots)
+            else:
+                write_pages(k, v, cache, write_index(slots, size))
+            caches[scale_order, write] = storage, cache
+        assert torch.equal(caches[scale_order, "plain"][0], caches[scale_order, "fast"][0])
+    linear, swizzled = (caches[scale_order, "fast"][1] for scale_order in ("linear", "swizzled"))
+    assert not linear.sides[1].is_swizzled
+    assert swizzled.sides[1].is_swizzled
+    assert not swizzled.sides[0].is_swizzled
+    for name_of in ("k", "k_scales", "v"):
+        one, other = getattr(linear, name_of), getattr(swizzled, name_of)
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    blocks = dims[1] // 16
+    for slot in slots[slots >= 0].tolist():
+        page, t = divmod(slot, size)
+        for s in range(blocks):
+            row, column = 4 * (t // 4) + s // (blocks // 4), 4 * (s % (blocks // 4)) + t % 4
+            want = linear.v_scales[page, t, :, s].view(torch.uint8)
+            assert torch.equal(swizzled.v_scales[page, row, :, column].view(torch.uint8), want)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -88,10 +228,12 @@ def test_values_lie_at_their_slots(name):
     k = torch.arange(1.0, 4.0)[:, None, None].expand(3, 2, 16)
     v = torch.arange(4.0, 7.0)[:, None, None].expand(3, 2, 24)
     write_pages(k, v, cache, write_index(torch.tensor([9, -1, 2]), 4))
-    assert (cache.k[2, 1].float() == 1).all()
-    assert (cache.v[2, 1].float() == 4).all()
-    assert (cache.k[0, 2].float() == 3).all()
-    assert (cache.v[0, 2].float() == 6).all()
+    for (page, row), token in {(2, 1): 0, (0, 2): 2}.items():
+        for x, side in zip((k, v), cache.sides, strict=True):
+            stored = None if side.scales is None else side.scales[page, row]
+            got = ops.dequantize(side.elements[page, row], stored, name)
+            # A third of a step at most: only the scales of 5 / 6 and 5 / 127 are inexact.
+            torch.testing.assert_close(got, x[token], rtol=1 / 32, atol=0)
 
 
 @pytest.mark.parametrize("slots", [[], [-1, -1, -5]])
@@ -134,9 +276,28 @@ def test_attention_and_ops_write_the_same(name):
     layer = pageant.Layer(k_scale=0.25, v_scale=torch.tensor(2.0))
     attn.write(plan, mine[0], k, v, layer)
     slots = torch.tensor([10, 11, 0, 1, 2])
+    cache = other[0]
     ops.write_pages(
-        k, v, other[0].k, other[0].v, slots, format=name, scales=(0.25, torch.tensor(2.0))
+        k,
+        v,
+        cache.k,
+        cache.v,
+        slots,
+        format=name,
+        scales=(0.25, torch.tensor(2.0)),
+        k_scales=cache.k_scales,
+        v_scales=cache.v_scales,
     )
     assert mine.storage.any()
     assert torch.equal(mine.storage, other.storage)
     assert not mine[0].k[1].view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].scale_dtype])
+def test_ops_want_the_scales_of_formats_that_store_them(name):
+    _, cache = dirty_cache("LBHNC", name, 4, 2)
+    k, v = tokens(1, 2, torch.float32)
+    slots = torch.tensor([3])
+    with pytest.raises(pageant.ArgumentError) as caught:
+        ops.write_pages(k, v, cache.k, cache.v, slots, format=name, k_scales=cache.k_scales)
+    assert caught.value.argument == "v_scales"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import pageant
-from pageant.cache.quantize import encode
+from pageant.kernels import reference
 from tests.inputs import BOUNDS, assert_close
 
 KERNELS = ("reference", "auto")
@@ -120,18 +120,24 @@ def scene(
     ids = torch.randperm(sum(counts) + 2, generator=order).tolist()
     table = [[ids.pop() for _ in range(count)] for count in counts]
     pages = attn.new_cache(num_layers=1, num_pages=sum(counts) + 2)[0]
-    nan = torch.tensor(torch.nan).to(attn.format.element_dtype)
-    pages.k[:], pages.v[:] = nan, nan
+    poison(pages)
     for n, row in zip(seq_lens, table, strict=True):
         at = torch.arange(n)
-        where = torch.tensor(row, dtype=torch.int64)[at // page], at % page
+        slots = torch.tensor(row, dtype=torch.int64)[at // page] * page + at % page
         k = torch.randn(n, heads[1], dims[0], generator=rng)
         v = values(n).float().reshape(n, 1, 1).expand(n, heads[1], dims[1])
-        pages.k[where], pages.v[where] = encode(k, attn.format), encode(v, attn.format)
+        reference.write_pages(k, v, pages, slots)
     if batch_fields.pop("encoder_seq_lens", False):
         batch_fields["encoder_seq_lens"] = torch.tensor(seq_lens, dtype=torch.int32)
     batch = pageant.Batch.from_lengths(query_lens, seq_lens, table, page, **batch_fields)
     return Scene(attn, pages, batch, front, phase)
+
+
+def poison(cache: pageant.LayerCache) -> None:
+    """Every slot reads as NaN: elements where the format has one, scales where it stores those."""
+    for side in cache.sides:
+        poisoned = side.elements if side.scales is None else side.scales
+        poisoned[:] = torch.tensor(torch.nan).to(poisoned.dtype)
 
 
 def assert_means(got: torch.Tensor, want: Sequence[float]) -> None:
