@@ -40,6 +40,11 @@ class Format:
     scale_dtype: torch.dtype | None = None
     scale_block: int = 0
 
+    @property
+    def uses_layer_scales(self) -> bool:
+        """Whether k_scale and v_scale apply."""
+        return self.quantized
+
     def data_bytes(self, head_dim: int) -> int:
         """Bytes of the elements of one row (one token, one head)."""
         return head_dim * self.bits // 8
