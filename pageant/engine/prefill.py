@@ -13,6 +13,7 @@ import torch
 
 from pageant.api import Attention
 from pageant.cache.calibrate import Sample
+from pageant.cache.pages import PagedCache
 from pageant.integrations.transformers import LayerCall, Step, layers_of
 from pageant.plan.batch import Batch
 from pageant.types import CacheSpec, Features, Layer, Limits, Options, Shape
@@ -29,6 +30,8 @@ class Prefill:
         max_tokens: tokens of the longest text.
         cache: format, page size and layout.
         options: how the attention works.
+        shared: the cache of another one like this, just used for the same text: it is read, and
+            nothing is written. None makes a cache.
     """
 
     def __init__(
@@ -40,8 +43,11 @@ class Prefill:
         max_tokens: int,
         cache: CacheSpec | None = None,
         options: Options | None = None,
+        shared: PagedCache | None = None,
     ) -> None:
         self.model, self.layers = model, layers
+        if shared is not None:
+            self.layers = [replace(layer, shares_cache=True) for layer in layers]
         self.attention = Attention(
             shape,
             cache,
@@ -52,7 +58,7 @@ class Prefill:
         )
         self.page_size = self.attention.cache.page_size
         num_pages = -(-max_tokens // self.page_size)
-        self.cache = self.attention.new_cache(num_layers=len(layers), num_pages=num_pages)
+        self.cache = shared or self.attention.new_cache(num_layers=len(layers), num_pages=num_pages)
 
     @torch.inference_mode()
     def run(self, tokens: Sequence[int], seen: list[list[Sample]] | None = None) -> torch.Tensor:
