@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from pageant.cache.calibrate import Sample, Scales, calibrate
-from pageant.cache.formats import FORMATS
 from pageant.cache.pages import PagedCache, layout_for
 from pageant.cache.quantize import dequantize, quantize
 from pageant.engine.prefill import Prefill, observe
@@ -99,9 +98,11 @@ class Measurement:
 
     def row(self, format: str, kernels: str = "auto", *, check: bool = False) -> Row:
         """Measure a format; with `check` also the reference, over the cache the kernels wrote."""
-        if self._baseline is None:
-            self._baseline, _ = self.perplexity(BASELINE, kernels)
         found, reference = self.perplexity(format, kernels, check=check)
+        if format == BASELINE:
+            self._baseline = found
+        elif self._baseline is None:
+            self._baseline, _ = self.perplexity(BASELINE, kernels)
         k_error, v_error = squared_errors(self.seen, format, self.scales(format))
         spec = CacheSpec(format=format, page_size=1)
         return Row(
@@ -164,9 +165,10 @@ class Measurement:
 
 def surprise(prefill: Prefill, window: Sequence[int]) -> float:
     """Negative log-likelihood, natural, of a window's tokens but the first."""
-    logits = prefill.run(window[:-1]).double()
+    logits = prefill.run(window[:-1]).float()
     targets = torch.tensor(window[1:], device=logits.device)
-    return float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+    each = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    return float(each.double().sum())
 
 
 def squared_errors(
@@ -209,8 +211,3 @@ def broken(rows: Sequence[Row]) -> list[str]:
             if one >= other
         ]
     return faults
-
-
-def every_format() -> list[str]:
-    """All formats, the baseline first."""
-    return sorted(FORMATS, key=lambda name: name != BASELINE)

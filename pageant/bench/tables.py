@@ -12,9 +12,14 @@ Rows = Sequence[Sequence[str]]
 
 def terminal(title: str, columns: Sequence[str], rows: Rows) -> Table:
     """For rich: the first column to the left, the others to the right."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", overflow="fold")
+        table.add_column(
+            column,
+            justify="right" if index else "left",
+            no_wrap=not index,
+            vertical="bottom",
+        )
     for row in rows:
         table.add_row(*row)
     return table
