@@ -71,10 +71,11 @@ def perplexity_section(rows: Sequence[Row], answer: dict[str, Any]) -> str:
 
 
 def _perplexity(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    columns = ["format", "bytes a token", "perplexity", "above fp32, %", "error of K", "error of V"]
+    columns = ["format", "bytes\na token", "perplexity", "above\nfp32, %"]
+    columns += ["error\nof K", "error\nof V"]
     checked = any(row.difference is not None for row in rows)
     if checked:
-        columns.append("reference apart, %")
+        columns.append("reference\napart, %")
     table = []
     for row in rows:
         cells = [row.format, f"{row.bytes_per_token:,}", f"{row.perplexity:.3f}"]

@@ -11,14 +11,11 @@ Rows = Sequence[Sequence[str]]
 
 
 def terminal(title: str, columns: Sequence[str], rows: Rows) -> Table:
-    """For rich: the first column to the left, the others to the right."""
+    """For rich: the first column to the left, the others to the right; names may have lines."""
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(
-            column,
-            justify="right" if index else "left",
-            no_wrap=not index,
-            vertical="bottom",
+            column, justify="right" if index else "left", no_wrap=True, vertical="bottom"
         )
     for row in rows:
         table.add_row(*row)
@@ -34,7 +31,7 @@ def markdown(columns: Sequence[str], rows: Rows) -> str:
     | bf16 | 16 |
     """
     rule = "|".join(["---", *["---:"] * (len(columns) - 1)])
-    lines = [" | ".join(columns), *(" | ".join(row) for row in rows)]
+    lines = [" | ".join(columns).replace("\n", " "), *(" | ".join(row) for row in rows)]
     first, *others = (f"| {line} |" for line in lines)
     return "\n".join([first, f"|{rule}|", *others])
 
