@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-inp
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test mutants check lint types structure quick gpu format clean distclean
+.PHONY: help setup demo test mutants bench check lint types structure quick gpu format clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,11 @@ test: setup ## run the tests that need no GPU
 
 mutants: setup ## see that the tests catch every seeded fault
 	@$(BIN)/python tools/mutants.py
+
+bench: setup ## time the CPU kernels; measure what each cache format costs (several minutes)
+	@$(BIN)/pageant bench cpu --out benchmarks/results/cpu.json
+	@$(BIN)/pageant bench perplexity --check --out benchmarks/results/perplexity.json \
+	  --write docs/formats.md
 
 gpu: setup ## run the tests that need a CUDA device
 	@$(PYTEST) tests -m gpu

@@ -2,6 +2,7 @@
 
 from pageant import ops
 from pageant.api import Attention
+from pageant.cache.calibrate import Scales, calibrate
 from pageant.cache.pages import LayerCache, PagedCache
 from pageant.device import Device
 from pageant.plan.batch import Batch
@@ -36,8 +37,10 @@ __all__ = [
     "Options",
     "PagedCache",
     "Plan",
+    "Scales",
     "Shape",
     "Support",
+    "calibrate",
     "ops",
     "supports",
 ]

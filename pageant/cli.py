@@ -1,4 +1,4 @@
-"""The command line: `pageant explain | layout | generate`. Needs the extra `engine`.
+"""The command line: `pageant explain | layout | generate | bench`. Needs the extra `engine`.
 
 A user's mistake is one line on stderr and exit code 2.
 """
@@ -14,6 +14,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from pageant import __version__
+from pageant.bench.commands import bench
 from pageant.cache.describe import ByteMap
 from pageant.cache.formats import resolve
 from pageant.cache.pages import layout_for
@@ -167,3 +168,4 @@ def layout(  # budget: one parameter for each option of the command
 
 
 app.command()(generate)
+app.add_typer(bench)

@@ -55,8 +55,6 @@ def paged_attention(  # budget: one argument for each thing attention needs
     format: str = "auto",
     kernels: str = "auto",
     return_lse: bool = False,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
     **batch_fields: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention over pages that are already written.
@@ -72,7 +70,6 @@ def paged_attention(  # budget: one argument for each thing attention needs
         format: the cache's format.
         kernels: as ``Options.kernels``.
         return_lse: also return float32 [T, Hq], natural log.
-        k_scales, v_scales: of formats that store scales, as in ``LayerCache``.
         **batch_fields: causal, draft_mask, draft_parents or encoder_seq_lens, as in ``Batch``.
 
     Two keys that weigh the same (the query is zero); lse is ln 2:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from pageant.api import Attention
+from pageant.cache.calibrate import Scales
 from pageant.engine.config import EngineConfig
 from pageant.engine.detokenize import Detokenizer
 from pageant.engine.errors import EngineError
@@ -61,9 +62,16 @@ class Engine:
         model: a transformers model for causal language modelling; switched to Pageant's attention.
         tokenizer: its tokenizer.
         config: sizes.
+        scales: of each layer's cache, from ``pageant.calibrate``; None leaves them at 1.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        config: EngineConfig | None = None,
+        scales: Sequence[Scales] | None = None,
+    ) -> None:
         config = config or EngineConfig()
         self.tokenizer = tokenizer
         self.metrics = Metrics()
@@ -73,6 +81,8 @@ class Engine:
         self._num_requests = 0
 
         shape, layers = layers_of(model)
+        if scales is not None:
+            layers = [each.apply(layer) for each, layer in zip(scales, layers, strict=True)]
         self.max_len, self._bound = _length_limit(model, config)
         limits = StepLimits(
             max_requests=config.max_requests,

@@ -6,19 +6,21 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from pageant.cache.formats import resolve
+from pageant.cache.calibrate import Scales
+from pageant.cache.calibrate import calibrate as fit_scales
+from pageant.cache.formats import FORMATS, Format, resolve
 from pageant.device import Device
 from pageant.engine.config import EngineConfig
 from pageant.engine.display import LiveTexts, figures
 from pageant.engine.errors import EngineError
-from pageant.engine.model import DEFAULT_MODEL, load
+from pageant.engine.model import DEFAULT_MODEL, LoadedModel, load
 from pageant.engine.request import OnText, Sampling
 from pageant.types import ArgumentError, CacheSpec, bad
 
@@ -55,6 +57,10 @@ def generate(  # budget: one parameter for each option of the command line
     cache: Annotated[str, typer.Option(help="Cache format; auto stores the model's dtype.")] = (
         "auto"
     ),
+    calibrate: Annotated[
+        int,
+        typer.Option(help="Fit the cache's scales to the prompts' first N tokens; 0: scales 1."),
+    ] = 0,
     page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 16,
     num_pages: Annotated[int | None, typer.Option(help="Default: for 8192 tokens.")] = None,
     chunk_size: Annotated[int, typer.Option(help="Prompt tokens a step; 0: whole prompts.")] = 256,
@@ -71,7 +77,7 @@ def generate(  # budget: one parameter for each option of the command line
     try:
         torch_device = _device(device)
         torch_dtype = _dtype(dtype, torch_device)
-        resolve(cache, torch_dtype)
+        _check_calibration(calibrate, resolve(cache, torch_dtype))
         config = EngineConfig(
             cache=CacheSpec(format=cache, page_size=page_size),
             num_pages=num_pages,
@@ -84,15 +90,17 @@ def generate(  # budget: one parameter for each option of the command line
         prompts = _prompts(prompt or [], prompts_file)
         console = Console(stderr=as_json)
         with console.status(f"loading {model}"):
-            engine = _engine(model, torch_dtype, torch_device, config)
-        is_demo = not prompt and prompts_file is None
-        inputs = _chat(engine, prompts) if chat or is_demo else prompts
+            loaded = load(model, torch_dtype, torch_device, quiet=True)
+            is_demo = not prompt and prompts_file is None
+            inputs = _inputs(loaded.tokenizer, prompts, chat=chat or is_demo)
+            scales = _scales(loaded, inputs, calibrate, cache) if calibrate else None
+            engine = _engine(loaded, config, scales)
         completions = _run(engine, prompts, inputs, sampling, console)
     except (EngineError, ArgumentError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     if as_json:
-        typer.echo(_json(prompts, completions, engine))
+        typer.echo(_json(prompts, completions, engine, scales))
     else:
         _print(console, prompts, completions, engine)
 
@@ -128,16 +136,18 @@ def _prompts(given: list[str], file: Path | None) -> list[str]:
     return prompts
 
 
-def _engine(name: str, dtype: torch.dtype, device: torch.device, config: EngineConfig) -> Engine:
-    loaded = load(name, dtype, device, quiet=True)
-    from pageant.engine.engine import Engine
+def _check_calibration(num_tokens: int, fmt: Format) -> None:
+    if num_tokens < 0:
+        raise bad("calibrate", num_tokens, "a number of tokens, from 0 up")
+    if num_tokens and not fmt.uses_layer_scales:
+        scaled = ", ".join(name for name, each in FORMATS.items() if each.uses_layer_scales)
+        raise bad("calibrate", num_tokens, f"0 for cache {fmt.name}; {scaled} have scales to fit")
 
-    return Engine(*loaded, config)
 
-
-def _chat(engine: Engine, prompts: Sequence[str]) -> list[list[int]]:
-    """Token ids of each prompt as a user's message."""
-    tokenizer = engine.tokenizer
+def _inputs(tokenizer: Any, prompts: Sequence[str], *, chat: bool) -> list[list[int]]:
+    """Token ids of each prompt, as it is or as a user's message."""
+    if not chat:
+        return [tokenizer(prompt).input_ids for prompt in prompts]
     if not tokenizer.chat_template:
         raise EngineError("the model has no chat template; give prompts without --chat")
     conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
@@ -145,10 +155,29 @@ def _chat(engine: Engine, prompts: Sequence[str]) -> list[list[int]]:
     return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
 
 
+def _scales(
+    loaded: LoadedModel, inputs: Sequence[Sequence[int]], num_tokens: int, cache: str
+) -> list[Scales]:
+    """Each layer's scales, from the inputs' first `num_tokens` tokens."""
+    from pageant.engine.prefill import first_tokens, observe
+
+    longest = loaded.model.config.get_text_config(decoder=True).max_position_embeddings
+    texts = first_tokens(inputs, num_tokens, longest)
+    if not texts:
+        raise EngineError("the prompts are empty; allowed: at least one token to calibrate with")
+    return [fit_scales(seen, cache) for seen in observe(loaded.model, texts)]
+
+
+def _engine(loaded: LoadedModel, config: EngineConfig, scales: list[Scales] | None) -> Engine:
+    from pageant.engine.engine import Engine
+
+    return Engine(*loaded, config, scales)
+
+
 def _run(
     engine: Engine,
     prompts: Sequence[str],
-    inputs: Sequence[str | Sequence[int]],
+    inputs: Sequence[Sequence[int]],
     sampling: Sampling,
     console: Console,
 ) -> list[Completion]:
@@ -182,13 +211,19 @@ def _print(
     console.print(figures(engine.report()))
 
 
-def _json(prompts: Sequence[str], completions: list[Completion], engine: Engine) -> str:
-    return json.dumps(
-        {
-            "completions": [
-                {"prompt": prompt, **dataclasses.asdict(completion)}
-                for prompt, completion in zip(prompts, completions, strict=True)
-            ],
-            "metrics": dataclasses.asdict(engine.report()),
-        }
-    )
+def _json(
+    prompts: Sequence[str],
+    completions: list[Completion],
+    engine: Engine,
+    scales: list[Scales] | None,
+) -> str:
+    answer: dict[str, Any] = {
+        "completions": [
+            {"prompt": prompt, **dataclasses.asdict(completion)}
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ],
+        "metrics": dataclasses.asdict(engine.report()),
+    }
+    if scales is not None:
+        answer["scales"] = [dataclasses.asdict(each) for each in scales]
+    return json.dumps(answer)

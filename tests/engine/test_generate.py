@@ -67,6 +67,23 @@ def test_chat_changes_the_prompt() -> None:
     assert lengths == [1, 31]
 
 
+def test_calibration_fits_the_scales_to_the_first_tokens() -> None:
+    arguments = ["--json", "--cache", "fp8", "--max-new-tokens", "4"]
+    arguments += ["--prompt", "The capital of France is", "--prompt", "Paris is a city in"]
+    short, long, plain = (
+        json.loads(run(*arguments, *option).stdout)
+        for option in (("--calibrate", "2"), ("--calibrate", "100"), ())
+    )
+    assert "scales" not in plain
+    assert len(long["scales"]) == 30
+    for few, all_ in zip(short["scales"], long["scales"], strict=True):
+        for name, scale in all_.items():
+            # Never more than a matrix product's rounding above; SmolLM2's values are far below 448.
+            assert 0 < few[name] <= 1.0001 * scale < 1
+    assert short["scales"] != long["scales"]
+    assert long["completions"][0]["text"].startswith(" Paris")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -83,6 +100,9 @@ def test_chat_changes_the_prompt() -> None:
         (["--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["--temperature", "-1"], "temperature is -1"),
         (["--top-p", "0"], "top_p is 0"),
+        (["--calibrate", "-1", "--cache", "fp8"], "calibrate is -1"),
+        (["--calibrate", "8"], "0 for cache fp32; fp8_e4m3, fp8_e5m2"),
+        (["--calibrate", "8", "--cache", "fp8", "--prompt", ""], "empty"),
         (["--prompts-file", "/no/such/file"], "prompts file '/no/such/file'"),
     ],
 )

@@ -1,0 +1,130 @@
+"""Pageant's CPU kernels and their peers on a case: times, and errors against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pageant.bench.cases import Case, Claim
+from pageant.bench.peers import PEERS, CannotRunError
+from pageant.bench.problem import Problem, Run
+from pageant.bench.timing import interleaved
+from pageant.cache.formats import FORMATS, OF_DTYPE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One contender on one case.
+
+    Attributes:
+        case, contender: their names.
+        median_ms, fastest_ms: of a call, over all rounds; None if it cannot run.
+        error: relative Frobenius error against float64 attention over the same stored keys.
+        why: why it cannot run; else None.
+    """
+
+    case: str
+    contender: str
+    median_ms: float | None = None
+    fastest_ms: float | None = None
+    error: float | None = None
+    why: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """A claim, and what was measured.
+
+    Attributes:
+        claim: what should hold.
+        ratio: median time of `claim.ours` over that of `claim.other`; None if one did not run.
+    """
+
+    claim: Claim
+    ratio: float | None
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the claim was kept; None if it was not measured."""
+        return None if self.ratio is None else self.ratio <= self.claim.most
+
+
+def formats_for(case: Case) -> list[str]:
+    """The model's own format, and all that are smaller than 16 bits."""
+    return [OF_DTYPE[case.dtype], *(name for name, row in FORMATS.items() if row.bits < 16)]
+
+
+def contenders(case: Case) -> dict[str, Callable[[Problem], Run]]:
+    """Everything that may run a case, by name: Pageant with each format, then the peers."""
+
+    def pageant(format: str) -> Callable[[Problem], Run]:
+        return lambda problem: problem.attention(format)
+
+    ours = {f"pageant {name}": pageant(name) for name in formats_for(case)}
+    return {**ours, **PEERS}
+
+
+def measure(case: Case, rounds: int, only: Collection[str] = ()) -> list[Result]:
+    """Time a case's contenders against each other.
+
+    Args:
+        case: what to compute.
+        rounds: counted calls of each.
+        only: names of contenders; none means all.
+    """
+    problem = Problem.of(case)
+    runs: dict[str, Run] = {}
+    refused: dict[str, str] = {}
+    wanted = {name: make for name, make in contenders(case).items() if not only or name in only}
+    with torch.inference_mode():
+        for name, make in wanted.items():
+            try:
+                runs[name] = make(problem)
+            except CannotRunError as error:
+                refused[name] = str(error)
+        times = interleaved(runs, rounds)
+        errors = _errors(problem, runs)
+    return [
+        Result(case=case.name, contender=name, why=refused[name])
+        if name in refused
+        else Result(
+            case=case.name,
+            contender=name,
+            median_ms=1e3 * times[name].median,
+            fastest_ms=1e3 * times[name].fastest,
+            error=errors[name],
+        )
+        for name in wanted
+    ]
+
+
+def _errors(problem: Problem, runs: dict[str, Run]) -> dict[str, float]:
+    """Each result against float64 attention over what the contender read.
+
+    The reference rounds its output to the model dtype, so it is asked in float32.
+    """
+    own, wide = OF_DTYPE[problem.case.dtype], problem.widened()
+    truths: dict[str, torch.Tensor] = {}
+    errors = {}
+    for name, run in runs.items():
+        format = own if name in PEERS else name.removeprefix("pageant ")
+        if format not in truths:
+            truths[format] = wide.attention(format, "reference")().double()
+        errors[name] = float((run() - truths[format]).norm() / truths[format].norm())
+    return errors
+
+
+def judge(results: Iterable[Result], claims: Sequence[Claim]) -> list[Verdict]:
+    """The claims about cases that were measured, each with its ratio."""
+    medians = {(each.case, each.contender): each.median_ms for each in results}
+    cases = {case for case, _ in medians}
+    verdicts = []
+    for claim in claims:
+        ours = medians.get((claim.case, claim.ours))
+        other = medians.get((claim.case, claim.other))
+        if claim.case in cases:
+            ratio = None if ours is None or other is None else ours / other
+            verdicts.append(Verdict(claim=claim, ratio=ratio))
+    return verdicts
