@@ -440,6 +440,22 @@ def test_four_over_six_keeps_six_where_both_are_exact():
     assert ops.dequantize(codes, scales, "nvfp4").tolist() == x.tolist()
 
 
+@pytest.mark.parametrize(
+    "tenths",
+    [
+        [0, -955, -873, 0, -120, 748, 0, -599],
+        [0, 575, -64, 0, 229, 289, 0, 103],
+        [0, -210, 958, 0, 327, 509, 0, -353],
+        [0, 415, -143, 0, -227, -301, 0, -731],
+    ],
+)
+def test_four_over_six_adds_errors_in_the_documented_order(tenths):
+    """Both errors are nearly equal: adding from left to right would choose otherwise."""
+    x = torch.tensor([*tenths, *[0] * 8]) / 10
+    _, _, back = assert_stored_as_defined(x, "nvfp4_4over6")
+    assert torch.isfinite(back).all()
+
+
 @given(rows(), some_scales)
 def test_four_over_six_is_never_worse(x, scale):
     errors = {}
