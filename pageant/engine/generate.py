@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -18,7 +18,8 @@ from pageant.device import Device
 from pageant.engine.config import EngineConfig
 from pageant.engine.display import LiveTexts, figures
 from pageant.engine.errors import EngineError
-from pageant.engine.model import DEFAULT_MODEL, load
+from pageant.engine.model import DEFAULT_MODEL, FoundModel, find
+from pageant.engine.prompts import LengthLimit, check_text, tokens_of
 from pageant.engine.request import OnText, Sampling
 from pageant.types import ArgumentError, CacheSpec, bad
 
@@ -83,10 +84,11 @@ def generate(  # budget: one parameter for each option of the command line
         )
         prompts = _prompts(prompt or [], prompts_file)
         console = Console(stderr=as_json)
-        with console.status(f"loading {model}"):
-            engine = _engine(model, torch_dtype, torch_device, config)
         is_demo = not prompt and prompts_file is None
-        inputs = _chat(engine, prompts) if chat or is_demo else prompts
+        with console.status(f"loading {model}"):
+            found = find(model, quiet=True)
+            inputs = _tokens(found, prompts, config, chat=chat or is_demo)
+            engine = _engine(found, torch_dtype, torch_device, config)
         completions = _run(engine, prompts, inputs, sampling, console)
     except (EngineError, ArgumentError) as error:
         typer.echo(f"error: {error}", err=True)
@@ -116,6 +118,8 @@ def _dtype(name: str | None, device: torch.device) -> torch.dtype:
 
 def _prompts(given: list[str], file: Path | None) -> list[str]:
     """Prompts of the options and the file (blank lines left out), or the demonstration's."""
+    for prompt in given:
+        check_text(prompt)
     if file is None:
         return given or list(DEMO_PROMPTS)
     try:
@@ -128,16 +132,25 @@ def _prompts(given: list[str], file: Path | None) -> list[str]:
     return prompts
 
 
-def _engine(name: str, dtype: torch.dtype, device: torch.device, config: EngineConfig) -> Engine:
-    loaded = load(name, dtype, device, quiet=True)
+def _engine(
+    found: FoundModel, dtype: torch.dtype, device: torch.device, config: EngineConfig
+) -> Engine:
     from pageant.engine.engine import Engine
 
-    return Engine(*loaded, config)
+    return Engine(*found.load(dtype, device), config)
 
 
-def _chat(engine: Engine, prompts: Sequence[str]) -> list[list[int]]:
+def _tokens(
+    found: FoundModel, prompts: Sequence[str], config: EngineConfig, *, chat: bool
+) -> list[list[int]]:
+    """Token ids of each prompt, all short enough; with `chat`, as a user's message."""
+    limit = LengthLimit.of(found.config, config)
+    inputs = _chat(found.tokenizer, prompts) if chat else prompts
+    return [tokens_of(given, found.tokenizer, limit) for given in inputs]
+
+
+def _chat(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
     """Token ids of each prompt as a user's message."""
-    tokenizer = engine.tokenizer
     if not tokenizer.chat_template:
         raise EngineError("the model has no chat template; give prompts without --chat")
     conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
@@ -148,7 +161,7 @@ def _chat(engine: Engine, prompts: Sequence[str]) -> list[list[int]]:
 def _run(
     engine: Engine,
     prompts: Sequence[str],
-    inputs: Sequence[str | Sequence[int]],
+    inputs: Sequence[Sequence[int]],
     sampling: Sampling,
     console: Console,
 ) -> list[Completion]:
@@ -174,11 +187,13 @@ def _writer(console: Console) -> OnText:
 def _print(
     console: Console, prompts: Sequence[str], completions: list[Completion], engine: Engine
 ) -> None:
-    """Texts that were not streamed, and the figures."""
-    if not (console.is_terminal and len(prompts) == 1):
-        for prompt, completion in zip(prompts, completions, strict=True):
+    """Texts that were not streamed, which of all were cut short, and the figures."""
+    for prompt, completion in zip(prompts, completions, strict=True):
+        if not (console.is_terminal and len(prompts) == 1):
             console.print(Text(prompt, style="bold"), soft_wrap=True)
             console.print(Text(completion.text.strip() + "\n"), soft_wrap=True)
+        if completion.finish_reason == "cache_full":
+            console.print("Cut short: the cache is full. More pages: --num-pages.\n")
     console.print(figures(engine.report()))
 
 
