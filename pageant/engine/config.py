@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pageant.engine.errors import EngineError
+from pageant.select.bounds import is_whole, whole
 from pageant.types import CacheSpec, Options
 
 DEFAULT_POOL_TOKENS = 8192
@@ -37,16 +38,20 @@ class EngineConfig:
     options: Options = field(default_factory=Options)
 
     def __post_init__(self) -> None:
-        sizes = {
-            "page_size": self.cache.page_size,
-            "num_pages": self.num_pages,
-            "max_requests": self.max_requests,
-            "chunk_size": self.chunk_size,
-            "prefill_budget": self.prefill_budget,
-        }
-        for name, value in sizes.items():
-            if value is not None and value < 1:
-                raise EngineError(f"{name} is {value}; allowed: from 1 up")
+        for name, kind in (("cache", CacheSpec), ("options", Options)):
+            if not isinstance(getattr(self, name), kind):
+                raise EngineError(f"{name} is {getattr(self, name)!r}; allowed: {kind.__name__}")
+        sizes = (  # name, value, and whose bound it has
+            ("page_size", self.cache.page_size, "page_size"),
+            ("num_pages", self.num_pages, "num_pages"),
+            ("max_requests", self.max_requests, "max_requests"),
+            ("chunk_size", self.chunk_size, "max_tokens"),
+            ("prefill_budget", self.prefill_budget, "max_tokens"),
+        )
+        for name, value, bound in sizes:
+            optional = value is None and name in ("num_pages", "chunk_size")
+            if not optional and not is_whole(value, 1, bound):
+                raise EngineError(f"{name} is {value!r}; allowed: {whole(1, bound)}")
 
     @property
     def pool_pages(self) -> int:

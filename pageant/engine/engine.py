@@ -18,9 +18,9 @@ from pageant.api import Attention
 from pageant.cache.calibrate import Scales
 from pageant.engine.config import EngineConfig
 from pageant.engine.detokenize import Detokenizer
-from pageant.engine.errors import EngineError
 from pageant.engine.metrics import Metrics, Report
 from pageant.engine.pages import PagePool
+from pageant.engine.prompts import LengthLimit, tokens_of
 from pageant.engine.request import FinishReason, OnText, Request, Sampling
 from pageant.engine.runner import Runner
 from pageant.engine.sampler import Sampler, choose_tokens
@@ -37,7 +37,8 @@ class Completion:
         text: the generated text, special tokens left out.
         tokens: generated tokens, the end-of-text token included.
         num_prompt_tokens: tokens of the prompt.
-        finish_reason: "stop" or "length".
+        finish_reason: "stop" (an end-of-text token), "length" (max_new_tokens, or the model's last
+            position) or "cache_full" (the request alone fills the pool's pages).
     """
 
     text: str
@@ -83,10 +84,12 @@ class Engine:
         shape, layers = layers_of(model)
         if scales is not None:
             layers = [each.apply(layer) for each, layer in zip(scales, layers, strict=True)]
-        self.max_len, self._bound = _length_limit(model, config)
+        self.limit = LengthLimit.of(model.config, config)
         limits = StepLimits(
             max_requests=config.max_requests,
-            prefill_budget=max(config.prefill_budget, 0 if config.chunk_size else self.max_len),
+            prefill_budget=max(
+                config.prefill_budget, 0 if config.chunk_size else self.limit.max_len
+            ),
             chunk_size=config.chunk_size,
         )
         attention = Attention(
@@ -95,18 +98,14 @@ class Engine:
             limits=Limits(
                 max_requests=limits.max_requests,
                 max_tokens=limits.max_requests + limits.prefill_budget,
-                max_seq_len=self.max_len,
+                max_seq_len=self.limit.max_len,
             ),
             features=Features.of(layers),
             options=config.options,
             device=self._device,
         )
+        cache = attention.new_cache(num_layers=len(layers), num_pages=config.pool_pages)
         pool = PagePool(config.pool_pages)
-        try:
-            cache = attention.new_cache(num_layers=len(layers), num_pages=pool.num_pages)
-        except RuntimeError as error:  # torch's error when memory does not suffice
-            allowed = "what fits in memory"
-            raise EngineError(f"num_pages is {pool.num_pages}; allowed: {allowed}") from error
         self._runner = Runner(model, attention, cache, layers, config.cache.page_size)
         self.scheduler = Scheduler(
             pool, config.cache.page_size, limits, prefix_cache=config.prefix_cache
@@ -129,9 +128,15 @@ class Engine:
             EngineError: the prompt is empty, or too long for the model or the pool.
         """
         sampling = sampling or Sampling()
-        tokens = self._tokens(prompt)
-        page_size = self.scheduler.page_size
-        request = Request.of(self._num_requests, tokens, sampling, page_size, self.max_len)
+        tokens = tokens_of(prompt, self.tokenizer, self.limit)
+        request = Request.of(
+            self._num_requests,
+            tokens,
+            sampling,
+            self.scheduler.page_size,
+            self.limit.max_len,
+            self.limit.reason,
+        )
         self._num_requests += 1
         self._outlets[request.id] = _Outlet(
             Sampler(sampling, self._device) if sampling.temperature > 0 else None,
@@ -163,7 +168,9 @@ class Engine:
     ) -> list[Completion]:
         """Complete all prompts together; `on_text` holds one callback for each."""
         callbacks: Sequence[OnText | None] = on_text or [None] * len(prompts)
-        token_lists = [self._tokens(prompt) for prompt in prompts]  # all are right, or none queued
+        token_lists = [  # all are right, or none is queued
+            tokens_of(prompt, self.tokenizer, self.limit) for prompt in prompts
+        ]
         requests = [
             self.add_request(tokens, sampling, callback)
             for tokens, callback in zip(token_lists, callbacks, strict=True)
@@ -190,17 +197,6 @@ class Engine:
             preemptions=self.scheduler.num_preemptions,
         )
 
-    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
-        tokens = self.tokenizer(prompt).input_ids if isinstance(prompt, str) else list(prompt)
-        if not tokens:
-            raise EngineError("the prompt is empty; allowed: at least one token")
-        if len(tokens) >= self.max_len:
-            raise EngineError(
-                f"the prompt has {len(tokens)} tokens; allowed: up to {self.max_len - 1}, so that "
-                f"a new one fits {self._bound}"
-            )
-        return tokens
-
     def _take(self, works: list[Work], tokens: list[int]) -> list[Request]:
         """Append a token to each request, pass its text on, and let finished requests go."""
         finished = []
@@ -223,12 +219,3 @@ def _stop_tokens(model: Any) -> frozenset[int]:
     """End-of-text tokens, from where transformers' ``generate`` takes them."""
     stop = model.generation_config.eos_token_id
     return frozenset(() if stop is None else [stop] if isinstance(stop, int) else stop)
-
-
-def _length_limit(model: Any, config: EngineConfig) -> tuple[int, str]:
-    """Tokens a request may have in all, and what sets the limit."""
-    positions: int = model.config.get_text_config(decoder=True).max_position_embeddings
-    pool_tokens = config.pool_pages * config.cache.page_size
-    if positions <= pool_tokens:
-        return positions, f"the model's {positions} positions"
-    return pool_tokens, f"the pool's {config.pool_pages} pages of {config.cache.page_size}"

@@ -20,7 +20,8 @@ from pageant.device import Device
 from pageant.engine.config import EngineConfig
 from pageant.engine.display import LiveTexts, figures
 from pageant.engine.errors import EngineError
-from pageant.engine.model import DEFAULT_MODEL, LoadedModel, load
+from pageant.engine.model import DEFAULT_MODEL, FoundModel, LoadedModel, find
+from pageant.engine.prompts import LengthLimit, check_text, tokens_of
 from pageant.engine.request import OnText, Sampling
 from pageant.types import ArgumentError, CacheSpec, bad
 
@@ -89,10 +90,11 @@ def generate(  # budget: one parameter for each option of the command line
         )
         prompts = _prompts(prompt or [], prompts_file)
         console = Console(stderr=as_json)
+        is_demo = not prompt and prompts_file is None
         with console.status(f"loading {model}"):
-            loaded = load(model, torch_dtype, torch_device, quiet=True)
-            is_demo = not prompt and prompts_file is None
-            inputs = _inputs(loaded.tokenizer, prompts, chat=chat or is_demo)
+            found = find(model, quiet=True)
+            inputs = _tokens(found, prompts, config, chat=chat or is_demo)
+            loaded = found.load(torch_dtype, torch_device)
             scales = _scales(loaded, inputs, calibrate, cache) if calibrate else None
             engine = _engine(loaded, config, scales)
         completions = _run(engine, prompts, inputs, sampling, console)
@@ -124,6 +126,8 @@ def _dtype(name: str | None, device: torch.device) -> torch.dtype:
 
 def _prompts(given: list[str], file: Path | None) -> list[str]:
     """Prompts of the options and the file (blank lines left out), or the demonstration's."""
+    for prompt in given:
+        check_text(prompt)
     if file is None:
         return given or list(DEMO_PROMPTS)
     try:
@@ -144,10 +148,17 @@ def _check_calibration(num_tokens: int, fmt: Format) -> None:
         raise bad("calibrate", num_tokens, f"0 for cache {fmt.name}; {scaled} have scales to fit")
 
 
-def _inputs(tokenizer: Any, prompts: Sequence[str], *, chat: bool) -> list[list[int]]:
-    """Token ids of each prompt, as it is or as a user's message."""
-    if not chat:
-        return [tokenizer(prompt).input_ids for prompt in prompts]
+def _tokens(
+    found: FoundModel, prompts: Sequence[str], config: EngineConfig, *, chat: bool
+) -> list[list[int]]:
+    """Token ids of each prompt, all short enough; with `chat`, as a user's message."""
+    limit = LengthLimit.of(found.config, config)
+    inputs = _chat(found.tokenizer, prompts) if chat else prompts
+    return [tokens_of(given, found.tokenizer, limit) for given in inputs]
+
+
+def _chat(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
+    """Token ids of each prompt as a user's message."""
     if not tokenizer.chat_template:
         raise EngineError("the model has no chat template; give prompts without --chat")
     conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
@@ -163,8 +174,6 @@ def _scales(
 
     longest = loaded.model.config.get_text_config(decoder=True).max_position_embeddings
     texts = first_tokens(inputs, num_tokens, longest)
-    if not texts:
-        raise EngineError("the prompts are empty; allowed: at least one token to calibrate with")
     return [fit_scales(seen, cache) for seen in observe(loaded.model, texts)]
 
 
@@ -203,11 +212,13 @@ def _writer(console: Console) -> OnText:
 def _print(
     console: Console, prompts: Sequence[str], completions: list[Completion], engine: Engine
 ) -> None:
-    """Texts that were not streamed, and the figures."""
-    if not (console.is_terminal and len(prompts) == 1):
-        for prompt, completion in zip(prompts, completions, strict=True):
+    """Texts that were not streamed, which of all were cut short, and the figures."""
+    for prompt, completion in zip(prompts, completions, strict=True):
+        if not (console.is_terminal and len(prompts) == 1):
             console.print(Text(prompt, style="bold"), soft_wrap=True)
             console.print(Text(completion.text.strip() + "\n"), soft_wrap=True)
+        if completion.finish_reason == "cache_full":
+            console.print("Cut short: the cache is full. More pages: --num-pages.\n")
     console.print(figures(engine.report()))
 
 

@@ -1,9 +1,11 @@
-"""Load a model and its tokenizer: the default one, a local folder, or a hub id."""
+"""Load a tokenizer, then its model: the default one, a local folder, or a hub id."""
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,43 @@ class LoadedModel(NamedTuple):
 
     model: Any
     tokenizer: Any
+
+
+class FoundModel(NamedTuple):
+    """A model whose weights are not loaded yet: what checks of prompts need.
+
+    Attributes:
+        name: as the user calls it.
+        source: a folder or a hub id.
+        tokenizer, config: transformers' objects.
+    """
+
+    name: str
+    source: str
+    tokenizer: Any
+    config: Any
+
+    def load(
+        self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> LoadedModel:
+        """Load the weights, as that type, to that device; errors are those of ``load``."""
+        with _told(self.name):
+            from transformers import AutoModelForCausalLM
+
+            model = AutoModelForCausalLM.from_pretrained(self.source, dtype=dtype)
+        return LoadedModel(model.to(device).eval(), self.tokenizer)
+
+
+def find(name: str = DEFAULT_MODEL, *, quiet: bool = False) -> FoundModel:
+    """A model's tokenizer and config; arguments and errors are those of ``load``."""
+    with _told(name):
+        from transformers import AutoConfig, AutoTokenizer
+
+        if quiet:
+            _silence()
+        source = _source(name)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        return FoundModel(name, source, tokenizer, AutoConfig.from_pretrained(source))
 
 
 def load(
@@ -40,14 +79,14 @@ def load(
     Raises:
         EngineError: the model or a package it needs is missing, or it cannot be used.
     """
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+    return find(name, quiet=quiet).load(dtype, device)
 
-        if quiet:
-            _silence()
-        source = _source(name)
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+
+@contextmanager
+def _told(name: str) -> Iterator[None]:
+    """Tell what went wrong with a model in one line."""
+    try:
+        yield
     except EngineError:
         raise
     except ImportError as error:
@@ -56,7 +95,6 @@ def load(
         ) from error
     except (OSError, ValueError) as error:
         raise EngineError(f"model {name!r} cannot be loaded: {_first_line(error)}") from error
-    return LoadedModel(model.to(device).eval(), tokenizer)
 
 
 def _silence() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pageant.engine.errors import EngineError
+from pageant.select.bounds import is_whole
 
-FinishReason = Literal["stop", "length"]
+# An end-of-text token; max_new_tokens or the model's last position; no page left in the pool.
+FinishReason = Literal["stop", "length", "cache_full"]
 OnText = Callable[[str], None]
 
 KEY_BYTES = 16
@@ -26,7 +29,7 @@ class Sampling:
         max_new_tokens: tokens to generate at most, from 1 up.
         temperature: 0 takes the likeliest token; otherwise logits are divided by it.
         top_p: keep the smallest set of tokens that holds this much probability, 0 < top_p <= 1.
-        seed: of this request's own generator; None draws a fresh one.
+        seed: of this request's own generator, 64 bits; None draws a fresh one.
     """
 
     max_new_tokens: int = 128
@@ -35,12 +38,18 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
+        if not is_whole(self.max_new_tokens, 1):
             raise EngineError(f"max_new_tokens is {self.max_new_tokens}; allowed: from 1 up")
-        if not self.temperature >= 0:
+        if not (_is_number(self.temperature) and 0 <= self.temperature < math.inf):
             raise EngineError(f"temperature is {self.temperature}; allowed: from 0 up")
-        if not 0 < self.top_p <= 1:
+        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise EngineError(f"top_p is {self.top_p}; allowed: above 0, up to 1")
+        if self.seed is not None and not (is_whole(self.seed, -(2**63)) and self.seed < 2**64):
+            raise EngineError(f"seed is {self.seed}; allowed: a whole number of 64 bits")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -55,7 +64,8 @@ class Request:
         pages: int32 [pages of the length limit], page ids; the first num_pages are valid.
         page_keys: prefix-cache keys of the leading full pages, as far as asked for.
         num_preemptions: times it lost its pages.
-        finish_reason: "stop" (end-of-text token), "length", or None while under way.
+        last_reason: why it ends where its tokens have no more room, "length" or "cache_full".
+        finish_reason: "stop" (end-of-text token), last_reason, or None while under way.
     """
 
     id: int
@@ -68,14 +78,25 @@ class Request:
     num_computed: int = 0
     page_keys: list[bytes] = field(default_factory=list)
     num_preemptions: int = 0
+    last_reason: FinishReason = "length"
     finish_reason: FinishReason | None = None
 
     @classmethod
     def of(
-        cls, request_id: int, prompt: list[int], sampling: Sampling, page_size: int, max_len: int
+        cls,
+        request_id: int,
+        prompt: list[int],
+        sampling: Sampling,
+        page_size: int,
+        max_len: int,
+        at_max_len: FinishReason = "length",
     ) -> Request:
-        """A request for `prompt` that ends at max_new_tokens, or max_len tokens in all."""
-        length = min(len(prompt) + sampling.max_new_tokens, max_len)
+        """A request for `prompt` that ends at max_new_tokens, or max_len tokens in all.
+
+        `at_max_len` says what max_len means: the model's positions, or the pool's pages.
+        """
+        wanted = len(prompt) + sampling.max_new_tokens
+        length = min(wanted, max_len)
         tokens = np.empty(length, np.int64)
         tokens[: len(prompt)] = prompt
         return cls(
@@ -85,6 +106,7 @@ class Request:
             num_prompt_tokens=len(prompt),
             num_tokens=len(prompt),
             pages=np.zeros(-(-length // page_size), np.int32),
+            last_reason=at_max_len if wanted > max_len else "length",
         )
 
     @property
@@ -105,7 +127,7 @@ class Request:
         if token in stop_tokens:
             self.finish_reason = "stop"
         elif self.num_tokens == len(self.tokens):
-            self.finish_reason = "length"
+            self.finish_reason = self.last_reason
 
     def keys_of(self, num_pages: int, page_size: int) -> list[bytes]:
         """Keys of the first `num_pages` full pages: each hashes its tokens and the key before."""

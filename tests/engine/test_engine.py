@@ -74,7 +74,7 @@ def test_a_prompt_must_leave_room_for_a_token(
     engine = Engine(*smollm2, EngineConfig(cache=CacheSpec(page_size=8), num_pages=4))
     if fits:
         completion = engine.generate([[5] * length], Sampling(max_new_tokens=9))[0]
-        assert (len(completion.tokens), completion.finish_reason) == (1, "length")
+        assert (len(completion.tokens), completion.finish_reason) == (1, "cache_full")
     else:
         with pytest.raises(EngineError, match=r"up to 31, .* the pool's 4 pages of 8"):
             engine.generate(["fits", [5] * length])
@@ -86,7 +86,8 @@ def test_the_models_positions_are_a_limit(
 ) -> None:
     monkeypatch.setattr(smollm2.model.config, "max_position_embeddings", 8)
     engine = Engine(*smollm2)
-    assert len(engine.generate([[5] * 6], Sampling(max_new_tokens=9))[0].tokens) == 2
+    completion = engine.generate([[5] * 6], Sampling(max_new_tokens=9))[0]
+    assert (len(completion.tokens), completion.finish_reason) == (2, "length")
     with pytest.raises(EngineError, match="the model's 8 positions"):
         engine.add_request([5] * 8)
 
@@ -94,3 +95,27 @@ def test_the_models_positions_are_a_limit(
 def test_an_empty_prompt_is_refused(engine: Engine) -> None:
     with pytest.raises(EngineError, match="empty"):
         engine.add_request("")
+
+
+@pytest.mark.parametrize(("new", "reason"), [(3, "length"), (4, "cache_full"), (99, "cache_full")])
+def test_a_request_that_fills_the_pool_says_so(smollm2: LoadedModel, new: int, reason: str) -> None:
+    """Four pages of two hold a prompt of five, and three tokens more."""
+    engine = Engine(*smollm2, EngineConfig(cache=CacheSpec(page_size=2), num_pages=4))
+    completion = engine.generate([[5] * 5], Sampling(max_new_tokens=new))[0]
+    assert (len(completion.tokens), completion.finish_reason) == (3, reason)
+
+
+def test_a_pool_that_no_memory_holds(smollm2: LoadedModel) -> None:
+    with pytest.raises(ValueError, match=r"num_pages is \d+; allowed: what fits in memory"):
+        Engine(*smollm2, EngineConfig(num_pages=2**31 - 1))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{name: value} for name in ("num_pages", "chunk_size") for value in (0, 2**31, "8", True)]
+    + [{name: None} for name in ("max_requests", "prefill_budget", "cache", "options")]
+    + [{"max_requests": 2**21}, {"prefill_budget": 2**40}, {"cache": 0}, {"options": {}}],
+)
+def test_wrong_sizes_are_named(setting: dict[str, object]) -> None:
+    with pytest.raises(EngineError, match=rf"^{next(iter(setting))} is .*; allowed: "):
+        EngineConfig(**setting)  # type: ignore[arg-type]

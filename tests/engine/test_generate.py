@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import transformers
 import typer
 from click.testing import Result
 from typer.testing import CliRunner
@@ -103,6 +104,10 @@ def test_calibration_fits_the_scales_to_the_first_tokens() -> None:
         (["--calibrate", "-1", "--cache", "fp8"], "calibrate is -1"),
         (["--calibrate", "8"], "0 for cache fp32; fp8_e4m3, fp8_e5m2"),
         (["--calibrate", "8", "--cache", "fp8", "--prompt", ""], "empty"),
+        (["--seed", str(2**64)], f"seed is {2**64}"),
+        (["--page-size", str(2**31)], f"page_size is {2**31}"),
+        (["--num-pages", str(2**31)], f"num_pages is {2**31}"),
+        (["--num-pages", str(2**31 - 1)], f"num_pages is {2**31 - 1}; allowed: what fits"),
         (["--prompts-file", "/no/such/file"], "prompts file '/no/such/file'"),
     ],
 )
@@ -112,6 +117,38 @@ def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1
     assert said in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--prompt", "fits", "--prompt", ""], "empty"),
+        (["--prompt", "", "--chat"], "empty"),
+        (["--prompt", "word " * 40, "--num-pages", "2"], "up to 31"),
+        (["--prompt", "word " * 40, "--num-pages", "2", "--chat"], "up to 31"),
+        (["--prompt", "word " * 9000, "--num-pages", "2000"], "the model's 8192 positions"),
+    ],
+)
+def test_a_wrong_prompt_is_found_before_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("the weights were loaded")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
+    if said == "empty":  # that needs no tokenizer either
+        monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", load)
+    result = run(*arguments)
+    assert result.exit_code == 2, result.exception
+    assert said in result.stderr
+
+
+def test_a_completion_cut_short_says_so() -> None:
+    arguments = ["--prompt", "The capital of France is", "--page-size", "4", "--num-pages", "2"]
+    answer = json.loads(run("--json", *arguments).stdout)
+    assert answer["completions"][0]["finish_reason"] == "cache_full"
+    assert "the cache is full" in run(*arguments).stdout
+    assert "the cache is full" not in run(*arguments, "--max-new-tokens", "1").stdout
 
 
 def test_a_file_without_prompts_is_a_mistake(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from pageant.engine.request import Request, Sampling
 
 
 def request_of(prompt: list[int], max_new_tokens: int = 4, max_len: int = 100) -> Request:
-    return Request.of(0, prompt, Sampling(max_new_tokens=max_new_tokens), 4, max_len)
+    sampling = Sampling(max_new_tokens=max_new_tokens)
+    return Request.of(0, prompt, sampling, 4, max_len, "cache_full")
 
 
 @pytest.mark.parametrize(
@@ -16,7 +17,9 @@ def request_of(prompt: list[int], max_new_tokens: int = 4, max_len: int = 100) -
         (4, 100, [5, 6, 9], "stop"),
         (4, 100, [5, 6, 7, 8], "length"),
         (4, 100, [5, 6, 7, 9], "stop"),
-        (4, 5, [5, 6], "length"),
+        (4, 5, [5, 6], "cache_full"),
+        (4, 7, [5, 6, 7, 8], "length"),
+        (4, 6, [5, 6, 9], "stop"),
     ],
 )
 def test_end(max_new_tokens: int, max_len: int, tokens: list[int], reason: str) -> None:
@@ -41,8 +44,10 @@ def test_keys_depend_on_every_token_before() -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    [{"max_new_tokens": 0}, {"temperature": -1.0}, {"temperature": float("nan")}]
-    + [{"top_p": top_p} for top_p in (0.0, 1.5)],
+    [{"max_new_tokens": value} for value in (0, -1, 1.5, True, "8", None)]
+    + [{"temperature": value} for value in (-1.0, float("nan"), float("inf"), None, "1", True)]
+    + [{"top_p": value} for value in (0.0, 1.5, float("nan"), None, "1", True)]
+    + [{"seed": value} for value in (2**64, -(2**63) - 1, 1.0, "1", True)],
 )
 def test_wrong_sampling_is_named(setting: dict[str, float]) -> None:
     with pytest.raises(EngineError, match=next(iter(setting))):
