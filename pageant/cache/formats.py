@@ -97,10 +97,44 @@ FORMATS: dict[str, Format] = {
             max_value=57344.0,
             quantized=True,
         ),
+        Format(
+            name="int8",
+            element_dtype=torch.int8,
+            bits=8,
+            exponent_bits=0,
+            mantissa_bits=7,
+            max_value=127.0,
+            quantized=True,
+            scale_dtype=torch.float32,
+        ),
+        Format(
+            name="fp8_e4m3_token_head",
+            element_dtype=torch.float8_e4m3fn,
+            bits=8,
+            exponent_bits=4,
+            mantissa_bits=3,
+            max_value=448.0,
+            quantized=True,
+            scale_dtype=torch.float32,
+        ),
+        *(
+            Format(
+                name=name,
+                element_dtype=torch.uint8,
+                bits=4,
+                exponent_bits=2,
+                mantissa_bits=1,
+                max_value=6.0,
+                quantized=True,
+                scale_dtype=torch.float8_e4m3fn,
+                scale_block=16,
+            )
+            for name in ("nvfp4", "nvfp4_4over6")
+        ),
     )
 }
 ALIASES = {"fp8": "fp8_e4m3"}
-RESERVED = ("int8", "fp8_e4m3_token_head", "nvfp4", "nvfp4_4over6")
+RESERVED: tuple[str, ...] = ()
 OF_DTYPE = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
