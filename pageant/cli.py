@@ -19,7 +19,7 @@ from pageant.cache.layout import CacheLayout
 from pageant.cache.pages import layout_for
 from pageant.engine.generate import generate
 from pageant.select.cases import DEFAULTS, answer_file, explain_case
-from pageant.select.explain import refused_dict
+from pageant.select.answer import refused_dict
 from pageant.select.validate import check_config
 from pageant.types import ArgumentError, CacheSpec, Shape, Support
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from pageant.device import Device
-from pageant.select.explain import Explanation, explain, refused_dict
+from pageant.select.answer import Explanation, refused_dict
+from pageant.select.explain import explain
 from pageant.types import (
     ArgumentError,
     CacheSpec,
@@ -107,6 +108,9 @@ def explain_case(case: Mapping[str, Any]) -> Explanation:
     """
     case = {**DEFAULTS, **case}
     window = None if type(case["window"]) is int and case["window"] == 0 else case["window"]
+    # Only FlashInfer has kernels that come as prebuilt binaries.
+    if not isinstance(case["cubins"], bool):
+        raise bad("cubins", case["cubins"], "True or False")
     explanation = explain(
         Shape(
             num_q_heads=case["q_heads"],
@@ -124,6 +128,8 @@ def explain_case(case: Mapping[str, Any]) -> Explanation:
         ),
         _options(case),
         _device(case["sm"]),
+        cubins=case["cubins"],
+        to_run=False,
     )
     if not explanation.choices:
         support = explanation.support
@@ -132,9 +138,6 @@ def explain_case(case: Mapping[str, Any]) -> Explanation:
 
 
 def _options(case: dict[str, Any]) -> Options:
-    # Only FlashInfer has kernels that come as prebuilt binaries.
-    if not isinstance(case["cubins"], bool):
-        raise bad("cubins", case["cubins"], "True or False")
     return Options(
         kernels=case["kernels"],
         invariant=case["invariant"],

@@ -13,7 +13,7 @@ import torch
 
 from pageant.cache.formats import OF_DTYPE, resolve
 from pageant.cache.layout import LAYOUTS
-from pageant.select.rows import EVERY_HEAD_DIM, KERNELS, OWNERS, ROWS
+from pageant.select.rows import EVERY_HEAD_DIM, KERNELS, NAMES, OWNERS
 from pageant.types import (
     ArgumentError,
     CacheSpec,
@@ -123,7 +123,7 @@ def _check_features(features: Features) -> None:
 
 
 def _check_options(options: Options) -> None:
-    ok = _is_in(options.kernels, (*OWNERS, *(row.name for row in ROWS)))
+    ok = _is_in(options.kernels, (*OWNERS, *NAMES))
     _require(ok, "kernels", options.kernels, KERNELS)
     spec = options.speculative_tokens
     _require(_is_whole(spec, 0), "speculative_tokens", spec, "a whole number from 0 up", "spec")
