@@ -20,7 +20,7 @@ import torch
 
 from pageant.device import FAMILIES, Device
 from pageant.select.built import missing_here
-from pageant.select.needs import Need, needs_of
+from pageant.select.needs import ONE_RANK, Need, needs_of
 from pageant.select.row import PHASES, Phase, Row
 from pageant.select.rows import OWNERS, ROWS
 from pageant.select.validate import check_config
@@ -40,7 +40,7 @@ class Refusal:
         why: what it lacks and what would make it run.
         arguments: the user's arguments that stand in the way; never empty.
         kind: whether it lacks something asked for, serves all of it but is missing itself, or is
-            for other devices.
+            for another place: other devices, or several ranks.
     """
 
     kernel: str
@@ -71,8 +71,8 @@ class Choice:
     def support(self) -> Support:
         """Whether there is a row; if not, the reason of the one that came closest.
 
-        That is the one with the fewest arguments in the way; of several, the one whose argument is
-        given up most easily; then the last, for rows go from special to general.
+        That is the one whose arguments in the way are given up most easily, the hardest of them
+        compared first; of several, the last, for rows go from special to general.
         """
         if self.row is not None:
             return Support(True)
@@ -81,9 +81,9 @@ class Choice:
         return Support(False, reason, closest.argument)
 
 
-def _distance(refusal: Refusal) -> tuple[int, int, int]:
-    ease = reluctance(refusal.argument)
-    return KINDS.index(refusal.kind), len(refusal.arguments), ease
+def _distance(refusal: Refusal) -> tuple[int, list[int], int]:
+    losses = [reluctance(argument) for argument in refusal.arguments]
+    return KINDS.index(refusal.kind), sorted(losses, reverse=True), losses[0]
 
 
 def choose(
@@ -126,8 +126,13 @@ def _refuse(row: Row, lacking: tuple[Need, ...], phase: Phase, rows: tuple[Row, 
         phase=phase,
         why=f"serves no {' and no '.join(lacks)}; would run {' and '.join(dict.fromkeys(cures))}",
         arguments=tuple(dict.fromkeys(need.words.argument for need in lacking)),
-        kind="elsewhere" if lacking[0].field == "families" else "lacks",
+        kind="elsewhere" if any(map(_is_place, lacking)) else "lacks",
     )
+
+
+def _is_place(need: Need) -> bool:
+    """Whether it is about where to run: the device, or one rank where a row is for several."""
+    return need.field == "families" or need == Need("ranks", ONE_RANK)
 
 
 def _miss(row: Row, phase: Phase, why: str) -> Refusal:
