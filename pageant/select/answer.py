@@ -18,7 +18,7 @@ from typing import Any
 from pageant.cache.formats import resolve
 from pageant.device import Device
 from pageant.select.built import missing_here
-from pageant.select.choose import Choice, Missing, Refusal, asked_rows, choose
+from pageant.select.choose import Choice, Missing, Refusal, asked_rows, has_kernels
 from pageant.select.needs import NVFP4, Need, dtype_name, needs_of
 from pageant.select.row import PHASES, GraphLevel, Phase, QueryRule, Reports, Row
 from pageant.select.text import lines_of
@@ -152,21 +152,18 @@ class Explanation:
             and self._runs_with(features=replace(self.features, out_formats=(name,)))
         )
 
-    def _runs_with(
-        self, cache: CacheSpec | None = None, features: Features | None = None
-    ) -> bool:
+    def _runs_with(self, cache: CacheSpec | None = None, features: Features | None = None) -> bool:
         cache, features = cache or self.cache, features or self.features
         assert self.device is not None
         needs = needs_of(self.shape, cache, features, self.options, self.device, self.cubins)
-        kernels = self.options.kernels
-        return all(choose(needs, phase, kernels, missing=self.missing).row for phase in PHASES)
+        return has_kernels(needs, self.options.kernels, self.missing)
 
     @property
     def nvfp4_cache_shape(self) -> tuple[int, int, int] | None:
-        """Head slots, tokens and bytes a slot of one nvfp4 page; None for other formats,
-        and where keys and values differ in size.
+        """Head slots, tokens and bytes a slot of one nvfp4 page; None for other formats.
 
-        K and V have head slots of their own: their elements, two a byte, and a scale for every 16.
+        Also None where keys and values differ in size. K and V have
+        head slots of their own: elements, two a byte, and then a scale for every 16 of them.
 
         >>> shape = Shape(num_q_heads=32, num_kv_heads=8, head_dim=128)
         >>> Explanation(support=Support(True), shape=shape, cache=CacheSpec(format="nvfp4"),

@@ -67,15 +67,19 @@ def answer_case(case: Mapping[str, Any]) -> dict[str, Any]:
         return refused_dict(Support(False, str(error), error.argument))
 
 
-def answer_file(path: Path) -> Iterator[dict[str, Any]]:
+def answer_file(path: Path, absent: Mapping[str, Any] = DEFAULTS) -> Iterator[dict[str, Any]]:
     """The answers to a file of cases, one JSON object a line, as it is read; blank lines are none.
+
+    Args:
+        path: the file.
+        absent: the values of keys that a case leaves out.
 
     Raises:
         ArgumentError: a line that is no case, after the answers before it; or no such file.
     """
     for number, line in enumerate(_lines_of(path), start=1):
         if line.strip():
-            yield answer_case(_case(f"{path} line {number}", line))
+            yield answer_case({**absent, **_case(f"{path} line {number}", line)})
 
 
 def _lines_of(path: Path) -> Iterator[str]:
@@ -117,7 +121,7 @@ def explain_case(case: Mapping[str, Any]) -> Explanation:
             num_kv_heads=case["kv_heads"],
             head_dim=case["head_dim"],
             v_head_dim=case["v_head_dim"],
-            dtype=_named("dtype", case["dtype"], DTYPES),
+            dtype=named("dtype", case["dtype"], DTYPES),
         ),
         CacheSpec(format=case["cache"], page_size=case["page_size"], layout=case["layout"]),
         Features(
@@ -144,13 +148,18 @@ def _options(case: dict[str, Any]) -> Options:
         speculative_tokens=case["spec"],
         context_parallel=ContextParallel(rank=0, world=case["dcp"]),
         quantize_query=case["q_quant"],
-        table_kernels=_named("table_kernels", case["table_kernels"], TABLE_KERNELS),
+        table_kernels=named("table_kernels", case["table_kernels"], TABLE_KERNELS),
         adaptive=case["adaptive"],
         non_causal_drafts=case["non_causal_drafts"],
     )
 
 
-def _named(argument: str, name: Any, values: dict[str, Any]) -> Any:
+def named(argument: str, name: Any, values: dict[str, Any]) -> Any:
+    """The value a name stands for.
+
+    Raises:
+        ArgumentError: a name that stands for none.
+    """
     if not isinstance(name, str) or name not in values:
         raise bad(argument, name, ", ".join(values))
     return values[name]

@@ -114,13 +114,22 @@ def choose(
     return Choice(phase=phase, row=None, refused=tuple(refused))
 
 
+@lru_cache(maxsize=1 << 16)
+def has_kernels(needs: tuple[Need, ...], kernels: str, missing: Missing = missing_here) -> bool:
+    """Whether `choose` finds a row in every phase, without the reasons."""
+    family = next((need.value for need in needs if need.field == "families"), None)
+    return all(
+        any(
+            all(need.served_by(row) for need in needs) and missing(row) is None
+            for row in asked_rows(phase, kernels, family)
+        )
+        for phase in PHASES
+    )
+
+
 @lru_cache(maxsize=1 << 14)
 def _refuse(row: Row, lacking: tuple[Need, ...], phase: Phase, rows: tuple[Row, ...]) -> Refusal:
-    said = [
-        need.refusal(row, _families(row, phase, rows) if need.field == "families" else None)
-        for need in lacking
-    ]
-    lacks, cures = zip(*said, strict=True)
+    lacks, cures = zip(*[_lack(need, row, phase, rows) for need in lacking], strict=True)
     return Refusal(
         kernel=row.name,
         phase=phase,
@@ -128,6 +137,15 @@ def _refuse(row: Row, lacking: tuple[Need, ...], phase: Phase, rows: tuple[Row, 
         arguments=tuple(dict.fromkeys(need.words.argument for need in lacking)),
         kind="elsewhere" if any(map(_is_place, lacking)) else "lacks",
     )
+
+
+@lru_cache(maxsize=1 << 12)
+def _lack(need: Need, row: Row, phase: Phase, rows: tuple[Row, ...]) -> tuple[str, str]:
+    """What the row lacks and the cure; where that is the device, any row of its kernel will do."""
+    if need.field != "families":
+        return need.refusal(row)
+    served = {f for r in rows if r.name == row.name and phase in r.phases for f in r.families}
+    return need.refusal(row, tuple(family for family in FAMILIES if family in served))
 
 
 def _is_place(need: Need) -> bool:
@@ -159,12 +177,6 @@ def asked_rows(
         if row.name not in chosen or family in row.families:
             chosen[row.name] = row
     return tuple(chosen.values())
-
-
-def _families(row: Row, phase: Phase, rows: tuple[Row, ...]) -> tuple[str, ...]:
-    """The families of all rows of a kernel, in the order of FAMILIES."""
-    served = {f for r in rows if r.name == row.name and phase in r.phases for f in r.families}
-    return tuple(family for family in FAMILIES if family in served)
 
 
 def choose_each(

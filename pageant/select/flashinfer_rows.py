@@ -53,10 +53,7 @@ NATIVE_DCP = NATIVE_ON_RANKS - LARGE_PAGES - {"nvfp4_without_table_kernels", "nv
 NATIVE_SINK = PAIRS | EVERY | {"sinks", "non_causal"}
 TABLE = PAIRS | EVERY | {"mixed_windows", "sinks"}
 # The kernel for nvfp4 caches and quantised outputs: its pairs are all its own.
-TRTLLM = (EVERY | {"mixed_windows", "sinks"}) | {
-    "large_pages_without_table_kernels",
-    "nvfp4_without_table_kernels",
-}
+TRTLLM = TABLE - PAIRS | {"large_pages_without_table_kernels", "nvfp4_without_table_kernels"}
 
 SINGLE_TOKEN = Reports(
     graph="UNIFORM_SINGLE_TOKEN_DECODE",
