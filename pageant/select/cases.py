@@ -18,7 +18,7 @@ import torch
 
 from pageant.device import Device
 from pageant.select.answer import Explanation, refused_dict
-from pageant.select.explain import explain
+from pageant.select.explain import explain, missing_in
 from pageant.types import (
     ArgumentError,
     CacheSpec,
@@ -115,6 +115,7 @@ def explain_case(case: Mapping[str, Any]) -> Explanation:
     # Only FlashInfer has kernels that come as prebuilt binaries.
     if not isinstance(case["cubins"], bool):
         raise bad("cubins", case["cubins"], "True or False")
+    options = _options(case)
     explanation = explain(
         Shape(
             num_q_heads=case["q_heads"],
@@ -130,10 +131,10 @@ def explain_case(case: Mapping[str, Any]) -> Explanation:
             sinks=case["sinks"],
             alibi=case["alibi"],
         ),
-        _options(case),
+        options,
         _device(case["sm"]),
         cubins=case["cubins"],
-        to_run=False,
+        missing=missing_in(options.kernels),
     )
     if not explanation.choices:
         support = explanation.support

@@ -31,7 +31,7 @@ def explain(
     device: Device | torch.device | str = "cpu",
     *,
     cubins: bool = True,
-    to_run: bool = True,
+    missing: Missing = missing_here,
 ) -> Explanation:
     """Choose a kernel for each phase and say why.
 
@@ -39,8 +39,8 @@ def explain(
         shape, cache, features, options: as for ``Attention``.
         device: a device of this machine, or any family: a Device, "sm90" or "90".
         cubins: whether FlashInfer's prebuilt kernels can be had.
-        to_run: ask for this machine, where kernels need what is installed here. False asks what
-            would be chosen elsewhere; FlashInfer's kernels, asked for, then need no FlashInfer.
+        missing: which kernels cannot be had there; by default, what cannot be had here.
+            ``missing_in`` is for machines elsewhere.
     """
     cache, features, options = cache or CacheSpec(), features or Features(), options or Options()
     asked: dict[str, Any] = {
@@ -57,7 +57,6 @@ def explain(
         known = device_of(device)
     except ArgumentError as error:
         return Explanation(support=Support(False, str(error), error.argument), **asked)
-    missing = missing_here if to_run else missing_in(options.kernels)
     needs = needs_of(shape, cache, features, options, known, cubins)
     choices = tuple(choose(needs, phase, options.kernels, missing=missing) for phase in PHASES)
     support = next((c.support for c in choices if c.row is None), Support(True))
@@ -67,7 +66,7 @@ def explain(
 
 
 def missing_in(kernels: str) -> Missing:
-    """What is missing in a machine elsewhere, where these kernels are asked for.
+    """What is missing in a machine elsewhere; FlashInfer's kernels, asked for, need no FlashInfer.
 
     >>> missing_in("flashinfer.xqa") is missing_in("flashinfer"), missing_in("auto").__name__
     (True, 'missing_elsewhere')

@@ -42,10 +42,10 @@ FLASHINFER_ONLY = frozenset(
 TABLE_KERNELS_WANTED = {"table_kernels_off", "no_cubins"}
 ON_RANKS = {"sinks_on_ranks", "non_causal_on_ranks"}
 LARGE_PAGES = {"large_pages_of_lone_heads", "large_pages_without_table_kernels"}
-# A pair is listed where another field of the row refuses one half of it: one reason is enough.
+# Pairs are listed where another field of the row refuses one half of them: one reason is enough.
 PAIRS = FLASHINFER_ONLY - {*TABLE_KERNELS_WANTED, "other_16_bit_cache"}
 
-EVERY = {"window", "unquantized_query", "adaptive", "non_causal_drafts"}
+EVERY = {"window", "unquantized_query", "adaptive", "non_causal_drafts", "fp32_over_quantized"}
 NATIVE = PAIRS | EVERY | TABLE_KERNELS_WANTED
 NATIVE |= {"soft_cap", "alibi", "lse", "invariant", "non_causal"}
 NATIVE_ON_RANKS = NATIVE - {"non_causal_on_ranks"}

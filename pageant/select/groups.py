@@ -3,10 +3,11 @@
 A group is the layers that share a pool of pages. Layers of two head sizes, or layers kept
 unquantised beside fp8 ones, are groups of their own, each with its own kernels:
 
+>>> from pageant.select.built import never_missing
 >>> wide = Group(shape=Shape(num_q_heads=16, num_kv_heads=2, head_dim=512))
 >>> narrow = Group(shape=Shape(num_q_heads=16, num_kv_heads=8, head_dim=256))
 >>> options = Options(kernels="flashinfer", speculative_tokens=3)
->>> answer = explain_groups([wide, narrow], options, "sm90", to_run=False)
+>>> answer = explain_groups([wide, narrow], options, "sm90", missing=never_missing)
 >>> [group.rows["decode"].name for group in answer.groups]
 ['flashinfer.native', 'flashinfer.xqa']
 >>> [group.decode_threshold for group in answer.groups], answer.decode_threshold
@@ -21,6 +22,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from pageant.device import Device
+from pageant.select.built import missing_here
+from pageant.select.choose import Missing
 from pageant.select.explain import Explanation, explain
 from pageant.select.row import GRAPH_LEVELS, GraphLevel
 from pageant.types import CacheSpec, Features, Options, Shape, Support, bad
@@ -94,13 +97,13 @@ def explain_groups(
     device: Device | torch.device | str = "cpu",
     *,
     cubins: bool = True,
-    to_run: bool = True,
+    missing: Missing = missing_here,
 ) -> GroupsExplanation:
     """Choose kernels for each group.
 
     Args:
         groups: one or more.
-        options, device, cubins, to_run: as for ``explain``.
+        options, device, cubins, missing: as for ``explain``.
     """
     if not groups:
         raise bad("groups", list(groups), "one or more")
@@ -115,7 +118,7 @@ def explain_groups(
                 options if group.on_ranks else alone,
                 device,
                 cubins=cubins,
-                to_run=to_run,
+                missing=missing,
             )
             for group in groups
         )

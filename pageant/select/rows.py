@@ -90,6 +90,7 @@ GLUON_SM90: dict[str, Any] = {
     "packages": ("triton",),
     "families": ("sm90",),
     "dtypes": ("float16", "bfloat16"),
+    "features": ON_GPU["features"] | {"fp32_over_quantized"},  # refused as float32
     "head_dims": (64, 96, 128, (192, 128), 256),
 }
 TRITON: dict[str, Any] = {**ON_GPU, "packages": ("triton",), "families": SINCE_AMPERE}

@@ -10,6 +10,7 @@ from pageant.select.needs import dtype_name, one_of
 
 if TYPE_CHECKING:
     from pageant.select.answer import Explanation
+    from pageant.select.choose import Refusal
 
 GRAPHS = {
     "NEVER": "",
@@ -33,11 +34,18 @@ def lines_of(answer: Explanation) -> Iterator[str]:
         yield from _follows(answer)
     else:
         yield f"refused: {answer.support.reason}"
-    refused = [r for r in answer.refused if r.kind != "elsewhere"] or answer.refused
-    if refused and (not answer.support.ok or refused[0].kind != "elsewhere"):
+    refused = _worth_saying(answer)
+    if refused:
         yield ""
         table = [(r.phase, r.kernel, r.why) for r in refused]
         yield from columns([("phase", "not chosen", "why"), *table])
+
+
+def _worth_saying(answer: Explanation) -> list[Refusal]:
+    """The refusals to show: rows of other devices only where nothing runs, and they would."""
+    if answer.support.ok:
+        return [refusal for refusal in answer.refused if refusal.kind != "elsewhere"]
+    return [r for r in answer.refused if r.kind != "elsewhere" or r.arguments == ("sm",)]
 
 
 def _asked(answer: Explanation) -> Iterator[str]:
