@@ -18,8 +18,9 @@ from typing import Any
 from pageant.cache.formats import resolve
 from pageant.device import Device
 from pageant.select.built import missing_here
-from pageant.select.choose import Choice, Missing, Refusal, asked_rows, has_kernels
+from pageant.select.choose import Choice, Missing, asked_rows, has_kernels
 from pageant.select.needs import NVFP4, Need, dtype_name, needs_of
+from pageant.select.refusal import Refusal
 from pageant.select.row import PHASES, GraphLevel, Phase, QueryRule, Reports, Row
 from pageant.select.text import lines_of
 from pageant.select.validate import OUT_FORMATS

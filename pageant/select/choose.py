@@ -14,49 +14,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from typing import Literal
 
 import torch
 
 from pageant.device import FAMILIES, Device
 from pageant.select.built import missing_here
-from pageant.select.needs import ONE_RANK, Need, needs_of
+from pageant.select.needs import Need, needs_of
+from pageant.select.refusal import Refusal, distance, miss, refuse
 from pageant.select.row import PHASES, Phase, Row
 from pageant.select.rows import OWNERS, ROWS
 from pageant.select.validate import check_config
-from pageant.select.words import reluctance
 from pageant.types import ArgumentError, CacheSpec, Features, Options, Shape, Support, bad
 
 Missing = Callable[[Row], str | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """Why one row does not serve one phase.
-
-    Attributes:
-        kernel: the row's name.
-        phase: "prefill" or "decode".
-        why: what it lacks and what would make it run.
-        arguments: the user's arguments that stand in the way; never empty.
-        kind: whether it lacks something asked for, serves all of it but is missing itself, or is
-            for another place: other devices, or several ranks.
-    """
-
-    kernel: str
-    phase: Phase
-    why: str
-    arguments: tuple[str, ...]
-    kind: Literal["lacks", "missing", "elsewhere"]
-
-    @property
-    def argument(self) -> str:
-        """The first argument in the way."""
-        return self.arguments[0]
-
-
-# Refusals that say least about a configuration come last.
-KINDS = ("lacks", "missing", "elsewhere")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,18 +42,14 @@ class Choice:
         """Whether there is a row; if not, the reason of the one that came closest.
 
         That is the one whose arguments in the way are given up most easily, the hardest of them
-        compared first; of several, the last, for rows go from special to general.
+        compared first; of several, the one for most devices; then the last, for rows go from
+        special to general.
         """
         if self.row is not None:
             return Support(True)
-        closest = min(reversed(self.refused), key=_distance)
+        closest = min(reversed(self.refused), key=distance)
         reason = f"no {self.phase} kernel: {closest.kernel} {closest.why}"
         return Support(False, reason, closest.argument)
-
-
-def _distance(refusal: Refusal) -> tuple[int, list[int], int]:
-    losses = [reluctance(argument) for argument in refusal.arguments]
-    return KINDS.index(refusal.kind), sorted(losses, reverse=True), losses[0]
 
 
 def choose(
@@ -108,9 +74,9 @@ def choose(
         if not lacking and missing(row) is None:
             return Choice(phase=phase, row=row, refused=tuple(refused))
         if lacking:
-            refused.append(_refuse(row, lacking, phase, rows))
+            refused.append(refuse(row, lacking, phase, rows))
         else:
-            refused.append(_miss(row, phase, missing(row) or ""))
+            refused.append(miss(row, phase, missing(row) or "", rows))
     return Choice(phase=phase, row=None, refused=tuple(refused))
 
 
@@ -125,36 +91,6 @@ def has_kernels(needs: tuple[Need, ...], kernels: str, missing: Missing = missin
         )
         for phase in PHASES
     )
-
-
-@lru_cache(maxsize=1 << 14)
-def _refuse(row: Row, lacking: tuple[Need, ...], phase: Phase, rows: tuple[Row, ...]) -> Refusal:
-    lacks, cures = zip(*[_lack(need, row, phase, rows) for need in lacking], strict=True)
-    return Refusal(
-        kernel=row.name,
-        phase=phase,
-        why=f"serves no {' and no '.join(lacks)}; would run {' and '.join(dict.fromkeys(cures))}",
-        arguments=tuple(dict.fromkeys(need.words.argument for need in lacking)),
-        kind="elsewhere" if any(map(_is_place, lacking)) else "lacks",
-    )
-
-
-@lru_cache(maxsize=1 << 12)
-def _lack(need: Need, row: Row, phase: Phase, rows: tuple[Row, ...]) -> tuple[str, str]:
-    """What the row lacks and the cure; where that is the device, any row of its kernel will do."""
-    if need.field != "families":
-        return need.refusal(row)
-    served = {f for r in rows if r.name == row.name and phase in r.phases for f in r.families}
-    return need.refusal(row, tuple(family for family in FAMILIES if family in served))
-
-
-def _is_place(need: Need) -> bool:
-    """Whether it is about where to run: the device, or one rank where a row is for several."""
-    return need.field == "families" or need == Need("ranks", ONE_RANK)
-
-
-def _miss(row: Row, phase: Phase, why: str) -> Refusal:
-    return Refusal(kernel=row.name, phase=phase, why=why, arguments=("kernels",), kind="missing")
 
 
 @lru_cache(maxsize=1 << 10)

@@ -60,8 +60,8 @@ The same question for four devices: an fp8 cache, sinks, and three draft tokens.
 """
 CAPTIONS = {
     "80": "Ampere has native kernels only, and those take no sinks:",
-    "90": "Hopper prefills with the native kernel that takes sinks, in fp8; XQA decodes, with 16-bit "
-    "queries and all four tokens of a request at once:",
+    "90": "Hopper prefills in fp8, with the native kernel that takes sinks; XQA decodes, all four "
+    "tokens of a request at once, with 16-bit queries:",
     "100": "Datacentre Blackwell has one table kernel for both phases, also for large pages:",
     "120": "Consumer Blackwell is like Hopper, but its prefill keeps 16-bit queries:",
 }
@@ -76,6 +76,7 @@ def page() -> str:
     parts.append(FLASHINFER)
     for sm, caption in CAPTIONS.items():
         case = {"sm": sm, "cache": "fp8", "sinks": True, "spec": 3, "kernels": "flashinfer"}
+        parts.append(f"{caption}\n")
         parts.append(
             f"```console\n$ pageant explain --sm {sm} {QUESTION}\n{explain_case(case)}\n```\n"
         )

@@ -14,7 +14,7 @@ from pageant.cache.formats import FORMATS
 from pageant.device import FAMILIES, Device
 from pageant.select.answer import Explanation
 from pageant.select.built import missing_anywhere, never_missing
-from pageant.select.choose import Choice, Refusal
+from pageant.select.choose import Choice
 from pageant.select.explain import explain
 from pageant.select.questions import (
     FLASHINFER_OPTIONS,
@@ -22,6 +22,7 @@ from pageant.select.questions import (
     QUESTIONS,
     configuration,
 )
+from pageant.select.refusal import Refusal
 from pageant.select.row import PHASES, Phase
 
 Line = tuple[str, ...]  # a question, formats that share an answer, and the answer

@@ -10,7 +10,7 @@ from pageant.select.needs import dtype_name, one_of
 
 if TYPE_CHECKING:
     from pageant.select.answer import Explanation
-    from pageant.select.choose import Refusal
+    from pageant.select.refusal import Refusal
 
 GRAPHS = {
     "NEVER": "",
