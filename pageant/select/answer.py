@@ -50,7 +50,7 @@ class Explanation:
     device: Device | None = None
     choices: tuple[Choice, ...] = field(default=())
     needs: tuple[Need, ...] = field(default=(), repr=False)
-    missing: Missing = field(default=missing_here, repr=False)
+    missing: Missing = field(default=missing_here, repr=False, compare=False)
 
     @property
     def rows(self) -> dict[str, Row]:

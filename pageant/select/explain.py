@@ -65,10 +65,11 @@ def explain(
     )
 
 
-def missing_in(kernels: str) -> Missing:
+def missing_in(kernels: object) -> Missing:
     """What is missing in a machine elsewhere; FlashInfer's kernels, asked for, need no FlashInfer.
 
     >>> missing_in("flashinfer.xqa") is missing_in("flashinfer"), missing_in("auto").__name__
     (True, 'missing_elsewhere')
     """
-    return never_missing if kernels.partition(".")[0] == "flashinfer" else missing_elsewhere
+    asks_flashinfer = isinstance(kernels, str) and kernels.partition(".")[0] == "flashinfer"
+    return never_missing if asks_flashinfer else missing_elsewhere

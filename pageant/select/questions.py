@@ -61,6 +61,12 @@ FLASHINFER_QUESTIONS: dict[str, dict[str, Any]] = {
         "cache": {"page_size": 128},
         "options": {"context_parallel": TWO_RANKS},
     },
+    "page 128, 2 ranks, no cubins": {
+        "cache": {"page_size": 128},
+        "cubins": False,
+        "options": {"context_parallel": TWO_RANKS},
+    },
+    "2 ranks, no cubins": {"cubins": False, "options": {"context_parallel": TWO_RANKS}},
     "page 128, no cubins": {"cache": {"page_size": 128}, "cubins": False},
     "page 1024, model-dtype q": {
         "cache": {"page_size": 1024},
