@@ -162,15 +162,15 @@ def test_line_that_is_no_case_is_one_line_after_the_answers(
 def test_cases_are_quick(capsys: Capture, tmp_path: Path) -> None:
     path = tmp_path / "cases.jsonl"
     cases = itertools.product(
+        range(70),
         ("80", "90", "100", "120"),
         ("auto", "fp8", "nvfp4"),
         (16, 128, 7),
         (64, 128, 512),
         (False, True),
         (0, 30.0),
-        range(70),
     )
-    keys = ("sm", "cache", "page_size", "head_dim", "sinks", "soft_cap", "spec")
+    keys = ("spec", "sm", "cache", "page_size", "head_dim", "sinks", "soft_cap")
     lines = [json.dumps(dict(zip(keys, case, strict=True))) for case in cases][:10_000]
     path.write_text("\n".join(lines))
     start = time.process_time()

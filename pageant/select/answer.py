@@ -107,6 +107,21 @@ class Explanation:
         return self.reports.draft_reuse
 
     @property
+    def layers_may_differ(self) -> bool:
+        """Whether layers of one plan may differ in window, cap and scale."""
+        return all("mixed_windows" in row.features for row in self.rows.values())
+
+    def graph_tokens(self, max_requests: int, largest: int | None = None) -> int:
+        """Most tokens of a batch of decodes that graphs are captured for.
+
+        Args:
+            max_requests: requests a batch.
+            largest: tokens of the largest graph the host captures; None: no bound of its own.
+        """
+        tokens = (1 + self.options.speculative_tokens) * max_requests
+        return tokens if largest is None else min(tokens, largest)
+
+    @property
     def takes_fp8_query(self) -> bool:
         """Whether a layer may hand over a query that is fp8 already, for both phases."""
         said = self.reports.fp8_query

@@ -80,7 +80,7 @@ def choose(
     return Choice(phase=phase, row=None, refused=tuple(refused))
 
 
-@lru_cache(maxsize=1 << 16)
+@lru_cache(maxsize=1 << 14)
 def has_kernels(needs: tuple[Need, ...], kernels: str, missing: Missing = missing_here) -> bool:
     """Whether `choose` finds a row in every phase, without the reasons."""
     family = next((need.value for need in needs if need.field == "families"), None)

@@ -247,6 +247,9 @@ def test_other_reports() -> None:
     assert not explained("80", dcp=2).serves_non_causal
     assert not explained("100", cache="nvfp4").serves_non_causal
     assert explained("100", cache="nvfp4").nvfp4_cache_shape == (16, 16, 72)
+    assert [explained(sm).layers_may_differ for sm in ("80", "90", "100")] == [False, False, True]
+    assert explained("100", spec=3).graph_tokens(max_requests=64) == 256
+    assert explained("100", spec=3).graph_tokens(max_requests=64, largest=200) == 200
     assert fp8.nvfp4_cache_shape is None
 
 
