@@ -1,4 +1,4 @@
-"""The command line: `pageant explain | layout | generate | bench`. Needs the extra `engine`.
+"""The command line: explain, layout, generate, bench and doctor. Needs the extra `engine`.
 
 A user's mistake is one line on stderr and exit code 2.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
@@ -19,10 +18,10 @@ from pageant.cache.describe import ByteMap
 from pageant.cache.formats import resolve
 from pageant.cache.pages import layout_for
 from pageant.engine.generate import generate
-from pageant.select.cases import DEFAULTS, answer_file, explain_case
-from pageant.select.explain import refused_dict
+from pageant.select.doctor import doctor
+from pageant.select.explain_command import explain
 from pageant.select.validate import check_config
-from pageant.types import ArgumentError, CacheSpec, Shape, Support
+from pageant.types import ArgumentError, CacheSpec, Shape
 
 app = typer.Typer(
     help="Attention over a paged KV cache.",
@@ -70,66 +69,8 @@ def _common(
     """Attention over a paged KV cache."""
 
 
-@app.command()
-def explain(  # budget: one parameter for each option of the command
-    sm: Annotated[
-        str | None, typer.Option(help="cpu, or 75 to 121. Default: this machine's.")
-    ] = None,
-    q_heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
-    kv_heads: Annotated[int, typer.Option(help="Key/value heads.")] = 8,
-    head_dim: Annotated[int, typer.Option(help="Head size of queries and keys.")] = 128,
-    v_head_dim: Annotated[int | None, typer.Option(help="Of values. Default: head-dim.")] = None,
-    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 16,
-    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "bfloat16",
-    cache: Annotated[str, typer.Option(help="Cache format; auto stores the dtype.")] = "auto",
-    layout: Annotated[str, typer.Option(help="Order of the cache's axes.")] = "LBHNC",
-    dcp: Annotated[int, typer.Option(help="Ranks that share every sequence.")] = 1,
-    sinks: Annotated[bool, typer.Option("--sinks", help="Attention sinks.")] = False,
-    window: Annotated[
-        int | None, typer.Option(help="Keys a row sees, itself included; 0: all.")
-    ] = None,
-    soft_cap: Annotated[float, typer.Option(help="Cap of scores; 0: none.")] = 0.0,
-    alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi slopes.")] = False,
-    spec: Annotated[int, typer.Option(help="Draft tokens of a decode.")] = 0,
-    non_causal_drafts: Annotated[
-        bool, typer.Option("--non-causal-drafts", help="A drafter that is not causal.")
-    ] = False,
-    adaptive: Annotated[
-        bool, typer.Option("--adaptive", help="Only the device knows the lengths.")
-    ] = False,
-    invariant: Annotated[
-        bool, typer.Option("--invariant", help="A request's bits do not depend on its batch.")
-    ] = False,
-    no_q_quant: Annotated[
-        bool, typer.Option("--no-q-quant", help="Never quantise queries.")
-    ] = False,
-    table_kernels: Annotated[
-        str, typer.Option(help="FlashInfer's kernels that read page tables: auto, on or off.")
-    ] = "auto",
-    no_cubins: Annotated[
-        bool, typer.Option("--no-cubins", help="FlashInfer's prebuilt kernels cannot be had.")
-    ] = False,
-    kernels: Annotated[
-        str, typer.Option(help="auto, pageant, flashinfer, reference, or one kernel's name.")
-    ] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-    cases: Annotated[
-        Path | None, typer.Option(help="Answer a file of JSON cases, a line each.")
-    ] = None,
-) -> None:
-    """Say which kernels a configuration gets on a device, and why not others."""
-    if cases is not None:
-        for said in answer_file(cases):
-            print(json.dumps(said))
-        return
-    asked = {**locals(), "q_quant": not no_q_quant, "cubins": not no_cubins}
-    try:
-        explanation = explain_case({key: asked[key] for key in DEFAULTS})
-    except ArgumentError as error:
-        if as_json:
-            print(json.dumps(refused_dict(Support(False, str(error), error.argument))))
-        raise
-    print(json.dumps(explanation.to_dict()) if as_json else explanation)
+app.command()(explain)
+app.command()(doctor)
 
 
 @app.command()

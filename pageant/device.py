@@ -11,7 +11,9 @@ Any family can be made by name on any machine, so that choices for a B200 can be
 from __future__ import annotations
 
 import platform
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -81,6 +83,25 @@ class Device:
             native_fp8=known.native_fp8,
             native_bf16=known.native_bf16,
         )
+
+
+def present() -> tuple[str, ...]:
+    """The devices of this machine, as torch names them, whether or not we know their family.
+
+    >>> present()[0]
+    'cpu'
+    """
+    count = torch.cuda.device_count() if torch.version.hip is None else 0
+    return "cpu", *(f"cuda:{index}" for index in range(count))
+
+
+def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """The version of NVIDIA's driver; None without one, or where it does not say."""
+    try:
+        found = re.search(r"\b\d{3,}\.\d+(\.\d+)*\b", path.read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return found[0] if found else None
 
 
 def _cpu() -> Device:

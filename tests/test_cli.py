@@ -1,6 +1,7 @@
 """The command line: answers on stdout; a mistake is one line on stderr and exit code 2."""
 
 import errno
+import itertools
 import json
 import re
 import subprocess
@@ -37,7 +38,8 @@ def test_explain_text(capsys: Capture) -> None:
     assert main(["explain", "--sm", "90", "--cache", "fp8"]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("device  sm90 (H200)\n")
-    assert "cpu.decode   serves no device of this family; would run on cpu" in captured.out
+    assert "decode   reference.attention  Last resort" in captured.out
+    assert "decode   triton.decode       is not built yet; would run once " in captured.out
     assert captured.err == ""
 
 
@@ -50,7 +52,7 @@ def test_explain_json(capsys: Capture) -> None:
 
 def test_every_option_reaches_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
     explain_case = Mock(return_value="")
-    monkeypatch.setattr("pageant.cli.explain_case", explain_case)
+    monkeypatch.setattr("pageant.select.explain_command.explain_case", explain_case)
     case = {
         "sm": "90", "q_heads": 12, "kv_heads": 4, "head_dim": 64, "v_head_dim": 32,
         "page_size": 48, "dtype": "float16", "cache": "fp8", "layout": "BHLNC", "dcp": 2,
@@ -76,8 +78,8 @@ def test_explain_json_of_a_gpu_elsewhere(capsys: Capture) -> None:
     [
         (["--invariant"], "invariant"),
         (["--dcp", "2"], "dcp"),
-        (["--sm", "90", "--kernels", "pageant"], "sm"),
-        (["--kernels", "flashinfer"], "kernels"),
+        (["--sm", "90", "--kernels", "cpu.decode"], "sm"),
+        (["--kernels", "flashinfer"], "sm"),
     ],
 )
 def test_configuration_nobody_serves_is_an_answer(
@@ -133,6 +135,18 @@ def test_cases_are_answered_in_order(capsys: Capture, tmp_path: Path) -> None:
     assert [json.loads(line) for line in lines] == [answer_case(case) for case in cases]
 
 
+def test_options_are_what_cases_leave_out(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "cases.jsonl"
+    path.write_text('{"sm": "90"}\n{"sm": "90", "kernels": "auto", "spec": 0}\n')
+    assert main(["explain", "--kernels", "flashinfer", "--spec", "3", "--cases", str(path)]) == 0
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [answer["decode"]["kernel"] for answer in said] == [
+        "flashinfer.xqa",
+        "reference.attention",
+    ]
+    assert [answer["decode_threshold"] for answer in said] == [4, 1]
+
+
 def test_line_that_is_no_case_is_one_line_after_the_answers(
     capsys: Capture, tmp_path: Path
 ) -> None:
@@ -147,10 +161,21 @@ def test_line_that_is_no_case_is_one_line_after_the_answers(
 
 def test_cases_are_quick(capsys: Capture, tmp_path: Path) -> None:
     path = tmp_path / "cases.jsonl"
-    path.write_text('{"sm": "90", "cache": "fp8", "sinks": true, "spec": 3}\n' * 10_000)
+    cases = itertools.product(
+        range(70),
+        ("80", "90", "100", "120"),
+        ("auto", "fp8", "nvfp4"),
+        (16, 128, 7),
+        (64, 128, 512),
+        (False, True),
+        (0, 30.0),
+    )
+    keys = ("spec", "sm", "cache", "page_size", "head_dim", "sinks", "soft_cap")
+    lines = [json.dumps(dict(zip(keys, case, strict=True))) for case in cases][:10_000]
+    path.write_text("\n".join(lines))
     start = time.process_time()
-    assert main(["explain", "--cases", str(path)]) == 0
-    assert time.process_time() - start < 6  # CPU seconds; about 1
+    assert main(["explain", "--kernels", "flashinfer", "--cases", str(path)]) == 0
+    assert time.process_time() - start < 6  # CPU seconds; about 2
     assert capsys.readouterr().out.count("\n") == 10_000
 
 
@@ -160,7 +185,7 @@ def test_reader_that_leaves_is_no_unreadable_file(
     path = tmp_path / "cases.jsonl"
     path.write_text("{}\n")
     left = BrokenPipeError(errno.EPIPE, "Broken pipe")
-    monkeypatch.setattr("builtins.print", Mock(side_effect=left))
+    monkeypatch.setattr("typer.echo", Mock(side_effect=left))
     with pytest.raises(SystemExit):
         main(["explain", "--cases", str(path)])
     assert "cannot be read" not in capsys.readouterr().err
@@ -170,7 +195,7 @@ def test_help_names_every_command(capsys: Capture) -> None:
     for arguments in ([], ["--help"]):
         assert main(arguments) == 0
         text = capsys.readouterr().out
-        assert all(command in text for command in ("explain", "layout", "generate"))
+        assert all(command in text for command in ("explain", "layout", "generate", "doctor"))
 
 
 def test_version(capsys: Capture) -> None:

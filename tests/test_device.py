@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pageant import ArgumentError, Device
-from pageant.device import FAMILIES
+from pageant.device import FAMILIES, driver_version, present
 
 NUMBERS = (75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
 KIB = 1024
@@ -102,3 +102,23 @@ def test_a_device_is_a_value():
     with pytest.raises(AttributeError):
         Device.of("90").num_sms = 1
     assert {Device.of("90"), Device.of("sm90")} == {FAMILIES["sm90"]}
+
+
+def test_devices_of_this_machine():
+    assert present() == ("cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count())))
+    assert all(Device.detect(name).num_sms > 0 for name in present())
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23\n", "580.95.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124  Release\n", "570.124"),
+        ("nothing of the kind\n", None),
+    ],
+)
+def test_version_of_the_driver(tmp_path, text, version):
+    path = tmp_path / "version"
+    path.write_text(text)
+    assert driver_version(path) == version
+    assert driver_version(tmp_path / "absent") is None

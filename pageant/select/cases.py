@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from pageant.device import Device
-from pageant.select.explain import Explanation, explain, refused_dict
+from pageant.select.answer import Explanation, refused_dict
+from pageant.select.explain import explain, missing_in
 from pageant.types import (
     ArgumentError,
     CacheSpec,
@@ -66,15 +67,19 @@ def answer_case(case: Mapping[str, Any]) -> dict[str, Any]:
         return refused_dict(Support(False, str(error), error.argument))
 
 
-def answer_file(path: Path) -> Iterator[dict[str, Any]]:
+def answer_file(path: Path, absent: Mapping[str, Any] = DEFAULTS) -> Iterator[dict[str, Any]]:
     """The answers to a file of cases, one JSON object a line, as it is read; blank lines are none.
+
+    Args:
+        path: the file.
+        absent: the values of keys that a case leaves out.
 
     Raises:
         ArgumentError: a line that is no case, after the answers before it; or no such file.
     """
     for number, line in enumerate(_lines_of(path), start=1):
         if line.strip():
-            yield answer_case(_case(f"{path} line {number}", line))
+            yield answer_case({**absent, **_case(f"{path} line {number}", line)})
 
 
 def _lines_of(path: Path) -> Iterator[str]:
@@ -107,13 +112,17 @@ def explain_case(case: Mapping[str, Any]) -> Explanation:
     """
     case = {**DEFAULTS, **case}
     window = None if type(case["window"]) is int and case["window"] == 0 else case["window"]
+    # Only FlashInfer has kernels that come as prebuilt binaries.
+    if not isinstance(case["cubins"], bool):
+        raise bad("cubins", case["cubins"], "True or False")
+    options = _options(case)
     explanation = explain(
         Shape(
             num_q_heads=case["q_heads"],
             num_kv_heads=case["kv_heads"],
             head_dim=case["head_dim"],
             v_head_dim=case["v_head_dim"],
-            dtype=_named("dtype", case["dtype"], DTYPES),
+            dtype=named("dtype", case["dtype"], DTYPES),
         ),
         CacheSpec(format=case["cache"], page_size=case["page_size"], layout=case["layout"]),
         Features(
@@ -122,8 +131,10 @@ def explain_case(case: Mapping[str, Any]) -> Explanation:
             sinks=case["sinks"],
             alibi=case["alibi"],
         ),
-        _options(case),
+        options,
         _device(case["sm"]),
+        cubins=case["cubins"],
+        missing=missing_in(options.kernels),
     )
     if not explanation.choices:
         support = explanation.support
@@ -132,22 +143,24 @@ def explain_case(case: Mapping[str, Any]) -> Explanation:
 
 
 def _options(case: dict[str, Any]) -> Options:
-    # Only FlashInfer has kernels that come as prebuilt binaries.
-    if not isinstance(case["cubins"], bool):
-        raise bad("cubins", case["cubins"], "True or False")
     return Options(
         kernels=case["kernels"],
         invariant=case["invariant"],
         speculative_tokens=case["spec"],
         context_parallel=ContextParallel(rank=0, world=case["dcp"]),
         quantize_query=case["q_quant"],
-        table_kernels=_named("table_kernels", case["table_kernels"], TABLE_KERNELS),
+        table_kernels=named("table_kernels", case["table_kernels"], TABLE_KERNELS),
         adaptive=case["adaptive"],
         non_causal_drafts=case["non_causal_drafts"],
     )
 
 
-def _named(argument: str, name: Any, values: dict[str, Any]) -> Any:
+def named(argument: str, name: Any, values: dict[str, Any]) -> Any:
+    """The value a name stands for.
+
+    Raises:
+        ArgumentError: a name that stands for none.
+    """
     if not isinstance(name, str) or name not in values:
         raise bad(argument, name, ", ".join(values))
     return values[name]

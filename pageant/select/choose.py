@@ -1,51 +1,32 @@
 """First row that serves every need wins; each earlier row says what it lacks.
 
-``Options.kernels`` only leaves rows out, it never reorders them:
+``Options.kernels`` only leaves rows out, it never reorders them. Rows left out are not refused:
 
-- "auto": own kernels, then the reference.
+- "auto": own kernels, then the reference; before them FlashInfer's, where its rows ask for that.
 - "pageant", "reference", "flashinfer": that owner's rows alone.
-- a row's name: that row alone, for every phase it has; its other phase is chosen as under "auto".
+- a row's name: that kernel alone, for every phase it has; its other phase is chosen as under
+  "auto".
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 
 import torch
 
 from pageant.device import FAMILIES, Device
+from pageant.select.built import missing_here
 from pageant.select.needs import Need, needs_of
-from pageant.select.rows import KERNELS, OWNERS, PHASES, ROWS, Phase, Row
+from pageant.select.refusal import Refusal, distance, miss, refuse
+from pageant.select.row import PHASES, Phase, Row
+from pageant.select.rows import OWNERS, ROWS
 from pageant.select.validate import check_config
 from pageant.types import ArgumentError, CacheSpec, Features, Options, Shape, Support, bad
 
-
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """Why one row does not serve one phase.
-
-    Attributes:
-        kernel: the row's name.
-        phase: "prefill" or "decode".
-        why: what it lacks and what would make it run.
-        arguments: the user's arguments that stand in the way; never empty.
-    """
-
-    kernel: str
-    phase: Phase
-    why: str
-    arguments: tuple[str, ...]
-
-    @property
-    def argument(self) -> str:
-        """The first argument in the way."""
-        return self.arguments[0]
-
-
-# Refusals that say least about a kernel: it was not asked, or is for another device.
-DISTANT = ("kernels", "sm")
+Missing = Callable[[Row], str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,79 +34,100 @@ class Choice:
     """The row of one phase, or None, and every row refused before it."""
 
     phase: Phase
-    kernels: str
     row: Row | None
     refused: tuple[Refusal, ...]
 
     @property
     def support(self) -> Support:
-        """Whether there is a row; if not, the reason of the last one refused.
+        """Whether there is a row; if not, the reason of the one that came closest.
 
-        Rows go from special to general, so the last one knows best what nobody serves. Rows of
-        other devices, and rows left out, speak only where nobody else does.
+        That is the one whose arguments in the way are given up most easily, the hardest of them
+        compared first; of several, the one for most devices; then the last, for rows go from
+        special to general.
         """
         if self.row is not None:
             return Support(True)
-        refused = [r for r in self.refused if r.argument not in DISTANT]
-        refused = refused or [r for r in self.refused if r.argument != "kernels"]
-        if not refused:
-            reason = f"kernels is {self.kernels!r}, which has no {self.phase} kernel yet"
-            others = KERNELS.replace(f"{self.kernels}, ", "")
-            return Support(False, f"{reason}; allowed: {others}", "kernels")
-        last = refused[-1]
-        return Support(False, f"no {self.phase} kernel: {last.kernel} {last.why}", last.argument)
+        closest = min(reversed(self.refused), key=distance)
+        reason = f"no {self.phase} kernel: {closest.kernel} {closest.why}"
+        return Support(False, reason, closest.argument)
 
 
 def choose(
-    needs: Iterable[Need], phase: Phase, kernels: str = "auto", rows: tuple[Row, ...] = ROWS
+    needs: Iterable[Need],
+    phase: Phase,
+    kernels: str = "auto",
+    rows: tuple[Row, ...] = ROWS,
+    missing: Missing = missing_here,
 ) -> Choice:
-    """The first row of `phase` that serves every need.
+    """The first row of `phase` that serves every need and is not missing.
 
-    >>> choose([Need("families", "sm90")], "decode").row.name
-    'reference.attention'
-    >>> choose([Need("families", "sm90")], "decode").refused[0].why
-    'serves no device of this family; would run on cpu'
+    >>> choose([Need("families", "cpu")], "decode").row.name
+    'cpu.decode'
+    >>> choose([Need("families", "cpu")], "decode").refused[0].why
+    'serves no device of this family; would run on sm90'
     """
     needs = tuple(needs)
+    family = next((need.value for need in needs if need.field == "families"), None)
     refused: list[Refusal] = []
-    for row in rows:
-        if phase not in row.phases:
-            continue
-        refusal = _refuse(row, needs, phase, kernels, rows)
-        if refusal is None:
-            return Choice(phase=phase, kernels=kernels, row=row, refused=tuple(refused))
-        refused.append(refusal)
-    return Choice(phase=phase, kernels=kernels, row=None, refused=tuple(refused))
+    for row in asked_rows(phase, kernels, family, rows):
+        lacking = tuple([need for need in needs if not need.served_by(row)])
+        if not lacking and missing(row) is None:
+            return Choice(phase=phase, row=row, refused=tuple(refused))
+        if lacking:
+            refused.append(refuse(row, lacking, phase, rows))
+        else:
+            refused.append(miss(row, phase, missing(row) or "", rows))
+    return Choice(phase=phase, row=None, refused=tuple(refused))
 
 
-def _refuse(
-    row: Row, needs: tuple[Need, ...], phase: Phase, kernels: str, rows: tuple[Row, ...]
-) -> Refusal | None:
-    if not _is_asked(row, phase, kernels, rows):
-        why = f"is left out by kernels={kernels!r}; kernels={row.name!r} asks for it"
-        return Refusal(kernel=row.name, phase=phase, why=why, arguments=("kernels",))
-    lacking = [need for need in needs if not need.served_by(row)]
-    if not lacking:
-        return None
-    lacks, cures = zip(*(need.refusal(row) for need in lacking), strict=True)
-    why = f"serves no {' and no '.join(lacks)}; would run {' and '.join(dict.fromkeys(cures))}"
-    arguments = tuple(dict.fromkeys(need.words.argument for need in lacking))
-    return Refusal(kernel=row.name, phase=phase, why=why, arguments=arguments)
+@lru_cache(maxsize=1 << 14)
+def has_kernels(needs: tuple[Need, ...], kernels: str, missing: Missing = missing_here) -> bool:
+    """Whether `choose` finds a row in every phase, without the reasons."""
+    family = next((need.value for need in needs if need.field == "families"), None)
+    return all(
+        any(
+            all(need.served_by(row) for need in needs) and missing(row) is None
+            for row in asked_rows(phase, kernels, family)
+        )
+        for phase in PHASES
+    )
 
 
-def _is_asked(row: Row, phase: Phase, kernels: str, rows: tuple[Row, ...]) -> bool:
-    if kernels in OWNERS:
-        return row.owner in OWNERS[kernels]
-    named_has_phase = any(other.name == kernels and phase in other.phases for other in rows)
-    return row.name == kernels if named_has_phase else row.owner in OWNERS["auto"]
+@lru_cache(maxsize=1 << 10)
+def asked_rows(
+    phase: Phase, kernels: str, family: str | None, rows: tuple[Row, ...] = ROWS
+) -> tuple[Row, ...]:
+    """The rows of a phase that `kernels` leaves in, one for each kernel.
+
+    Of a kernel's rows for different devices it is the one for this family; if it has none, the
+    first.
+    """
+    rows = tuple(row for row in rows if phase in row.phases)
+    named = [row for row in rows if row.name == kernels]
+    if kernels in OWNERS or not named:
+        owners = OWNERS.get(kernels, OWNERS["auto"])
+        by_itself = kernels not in OWNERS or kernels == "auto"
+        named = [row for row in rows if row.owner in owners or (by_itself and family in row.auto)]
+    chosen: dict[str, Row] = {}
+    for row in named:
+        if row.name not in chosen or family in row.families:
+            chosen[row.name] = row
+    return tuple(chosen.values())
 
 
 def choose_each(
-    shape: Shape, cache: CacheSpec, features: Features, options: Options, device: Device
+    shape: Shape,
+    cache: CacheSpec,
+    features: Features,
+    options: Options,
+    device: Device,
+    *,
+    cubins: bool = True,
+    missing: Missing = missing_here,
 ) -> tuple[Choice, ...]:
     """The choice of each phase, prefill first, for a configuration `check_config` accepts."""
-    needs = needs_of(shape, cache, features, options, device)
-    return tuple(choose(needs, phase, options.kernels) for phase in PHASES)
+    needs = needs_of(shape, cache, features, options, device, cubins)
+    return tuple(choose(needs, phase, options.kernels, missing=missing) for phase in PHASES)
 
 
 def supports(

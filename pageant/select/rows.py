@@ -2,152 +2,151 @@
 
 A new kernel is a new row. Each field lists what the kernel serves; what is not listed is refused.
 Families are listed one by one, never by comparison: a larger number is not a better device.
+Rows whose kernel does not exist yet say what it will serve; until then they refuse.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 from pageant.cache.formats import FORMATS
 from pageant.device import FAMILIES
+from pageant.select.flashinfer_rows import FLASHINFER_ONLY, FLASHINFER_ROWS
+from pageant.select.needs import ONE_RANK, SEVERAL_RANKS
+from pageant.select.row import PHASES, Owner, Phase, Reports, Row, Sizes
 
-Phase = Literal["prefill", "decode"]
-PHASES: tuple[Phase, ...] = ("prefill", "decode")
-Owner = Literal["pageant", "reference", "flashinfer"]
-GraphLevel = Literal["NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS"]
+__all__ = ["EVERY_HEAD_DIM", "KERNELS", "NAMES", "OWNERS", "PHASES", "ROWS", "Phase", "Row"]
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes from `first` to `last` in steps.
-
-    >>> 24 in Sizes(16, 512, 8), 20 in Sizes(16, 512, 8), str(Sizes(16, 512, 8))
-    (True, False, '16 to 512 in steps of 8')
-    """
-
-    first: int
-    last: int
-    step: int = 1
-
-    def __contains__(self, size: object) -> bool:
-        return (
-            isinstance(size, int)
-            and self.first <= size <= self.last
-            and (size - self.first) % self.step == 0
-        )
-
-    def __str__(self) -> str:
-        steps = f" in steps of {self.step}" if self.step > 1 else ""
-        return f"{self.first} to {self.last}{steps}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One kernel and everything it serves.
-
-    Attributes:
-        name: what ``explain`` prints and ``Options.kernels`` accepts.
-        kernel: "module:function", imported when first used.
-        owner: "pageant" (own kernels), "reference", or the library that brings the kernel.
-        phases: "prefill", "decode" or both.
-        families: device families.
-        dtypes: model dtypes.
-        formats: cache formats.
-        head_dims: head sizes, of keys as of values.
-        page_sizes: tokens a page; None means any.
-        layouts: cache layouts; None means any.
-        out_formats: output formats.
-        features: names from ``pageant.select.needs.FEATURES``.
-        graph: which CUDA graphs can capture it.
-        takes_drafts: a decode may bring draft tokens; if not, such requests go to prefill.
-        lens_mismatch: lengths on the device may differ from the host's.
-        draft_reuse: one plan serves all fused draft steps, lengths advancing in place.
-        because: the reason for its place in the table.
-    """
-
-    name: str
-    kernel: str
-    owner: Owner
-    phases: tuple[Phase, ...]
-    families: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    formats: tuple[str, ...]
-    head_dims: Sizes
-    page_sizes: tuple[int, ...] | None
-    layouts: tuple[str, ...] | None
-    out_formats: tuple[str, ...]
-    features: frozenset[str]
-    graph: GraphLevel
-    takes_drafts: bool
-    lens_mismatch: bool
-    draft_reuse: bool
-    because: str
-
-
-CPU = ("cpu",)
 EVERY_FAMILY = tuple(FAMILIES)
+TURING = ("sm75",)  # no bfloat16
+SINCE_AMPERE = tuple(family for family in FAMILIES if family not in ("cpu", *TURING))
 MODEL_DTYPES = ("float32", "float16", "bfloat16")
 EVERY_FORMAT = tuple(FORMATS)
 EVERY_HEAD_DIM = Sizes(16, 512, 8)
 
-# What one softmax over masked scores can do. Not here: invariant, context_parallel.
-PLAIN_FEATURES = frozenset(
-    {
-        "window",
-        "soft_cap",
-        "sinks",
-        "alibi",
-        "draft_masks",
-        "non_causal",
-        "lse",
-        "v_head_dim",
-        "fp32_over_quantized",
-        "unquantized_query",
-        "adaptive",
-        "non_causal_drafts",
-        "forced_splits",
-    }
+# What one softmax over masked scores can do; the things that FlashInfer alone refuses are no matter
+# to other kernels.
+PLAIN_FEATURES = FLASHINFER_ONLY | {
+    "window",
+    "mixed_windows",
+    "soft_cap",
+    "sinks",
+    "alibi",
+    "draft_masks",
+    "non_causal",
+    "lse",
+    "fp32_over_quantized",
+    "unquantized_query",
+    "adaptive",
+    "non_causal_drafts",
+    "forced_splits",
+}
+
+# Read where they lie: lengths, offsets, tables. Any step may bring any of them.
+HOST_RUN = Reports(
+    graph="NEVER",
+    takes_drafts=True,
+    lens_mismatch=True,
+    draft_reuse=True,
+    varlen_graph="never",
+    fp8_query="always",
+)
+PLANNED_ON_DEVICE = Reports(
+    graph="ALWAYS",
+    takes_drafts=True,
+    lens_mismatch=True,
+    draft_reuse=True,
+    varlen_graph="always",
+    fp8_query="always",
 )
 
+# What reads a page from the host: the CPU kernels, and the reference.
+ON_HOST: dict[str, Any] = {
+    "dtypes": MODEL_DTYPES,
+    "head_dims": EVERY_HEAD_DIM,
+    "page_sizes": None,
+    "formats": EVERY_FORMAT,
+    "layouts": None,
+    "ranks": (ONE_RANK,),
+    "out_formats": ("model",),
+    "features": PLAIN_FEATURES,
+    "reports": HOST_RUN,
+}
+# Own GPU kernels serve everything together.
+ON_GPU: dict[str, Any] = {
+    "owner": "pageant",
+    "dtypes": MODEL_DTYPES,
+    "head_dims": EVERY_HEAD_DIM,
+    "page_sizes": None,
+    "formats": EVERY_FORMAT,
+    "layouts": None,
+    "ranks": (ONE_RANK, SEVERAL_RANKS),
+    "out_formats": ("model", "fp8_e4m3", "nvfp4"),
+    "features": PLAIN_FEATURES - {"fp32_over_quantized"} | {"invariant"},
+    "reports": PLANNED_ON_DEVICE,
+}
+GLUON_SM90: dict[str, Any] = {
+    **ON_GPU,
+    "packages": ("triton",),
+    "families": ("sm90",),
+    "dtypes": ("float16", "bfloat16"),
+    "features": ON_GPU["features"] | {"fp32_over_quantized"},  # refused as float32
+    "head_dims": (64, 96, 128, (192, 128), 256),
+}
+TRITON: dict[str, Any] = {**ON_GPU, "packages": ("triton",), "families": SINCE_AMPERE}
+TRITON_DECODE: dict[str, Any] = {
+    **TRITON,
+    "name": "triton.decode",
+    "kernel": "pageant.kernels.triton.decode:run",
+    "phases": ("decode",),
+    "because": "A few new tokens on any GPU: each key is read once, where it lies in its page.",
+}
+TRITON_PREFILL: dict[str, Any] = {
+    **TRITON,
+    "name": "triton.prefill",
+    "kernel": "pageant.kernels.triton.prefill:run",
+    "phases": ("prefill",),
+    "because": "Many new tokens on any GPU: tiles of queries walk the keys page by page.",
+}
+BEFORE_BFLOAT16: dict[str, Any] = {"families": TURING, "dtypes": ("float32", "float16")}
+
 ROWS: tuple[Row, ...] = (
+    *FLASHINFER_ROWS,
+    Row(
+        name="gluon_sm90.decode",
+        kernel="pageant.kernels.gluon.decode_sm90:run",
+        phases=("decode",),
+        because="Hopper: keys come by asynchronous copies, products by its own tensor cores.",
+        **GLUON_SM90,
+    ),
+    Row(
+        name="gluon_sm90.prefill",
+        kernel="pageant.kernels.gluon.prefill_sm90:run",
+        phases=("prefill",),
+        because="Hopper: one group of warps copies ahead while others multiply.",
+        **GLUON_SM90,
+    ),
+    Row(**TRITON_DECODE),
+    Row(**{**TRITON_DECODE, **BEFORE_BFLOAT16}),
+    Row(**TRITON_PREFILL),
+    Row(**{**TRITON_PREFILL, **BEFORE_BFLOAT16}),
     Row(
         name="cpu.decode",
         kernel="pageant.kernels.cpu.decode:run",
         owner="pageant",
         phases=("decode",),
-        families=CPU,
-        dtypes=MODEL_DTYPES,
-        formats=EVERY_FORMAT,
-        head_dims=EVERY_HEAD_DIM,
-        page_sizes=None,
-        layouts=None,
-        out_formats=("model",),
-        features=PLAIN_FEATURES,
-        graph="NEVER",
-        takes_drafts=True,
-        lens_mismatch=True,
-        draft_reuse=True,
+        families=("cpu",),
         because="A few new tokens: reads each key once, where it lies in its page.",
+        **ON_HOST,
     ),
     Row(
         name="cpu.prefill",
         kernel="pageant.kernels.cpu.prefill:run",
         owner="pageant",
         phases=("prefill",),
-        families=CPU,
-        dtypes=MODEL_DTYPES,
-        formats=EVERY_FORMAT,
-        head_dims=EVERY_HEAD_DIM,
-        page_sizes=None,
-        layouts=None,
-        out_formats=("model",),
-        features=PLAIN_FEATURES,
-        graph="NEVER",
-        takes_drafts=True,
-        lens_mismatch=True,
-        draft_reuse=True,
+        families=("cpu",),
         because="Many new tokens: gathers keys once, then multiplies matrices.",
+        **ON_HOST,
     ),
     Row(
         name="reference.attention",
@@ -155,18 +154,8 @@ ROWS: tuple[Row, ...] = (
         owner="reference",
         phases=PHASES,
         families=EVERY_FAMILY,
-        dtypes=MODEL_DTYPES,
-        formats=EVERY_FORMAT,
-        head_dims=EVERY_HEAD_DIM,
-        page_sizes=None,
-        layouts=None,
-        out_formats=("model",),
-        features=PLAIN_FEATURES,
-        graph="NEVER",
-        takes_drafts=True,
-        lens_mismatch=True,
-        draft_reuse=True,
         because="Last resort: plain PyTorch in float64, right everywhere and fast nowhere.",
+        **ON_HOST,
     ),
 )
 
@@ -177,4 +166,5 @@ OWNERS: dict[str, tuple[Owner, ...]] = {
     "flashinfer": ("flashinfer",),
     "reference": ("reference",),
 }
-KERNELS = f"{', '.join(OWNERS)}, or one of {', '.join(row.name for row in ROWS)}"
+NAMES = tuple(dict.fromkeys(row.name for row in ROWS))
+KERNELS = f"{', '.join(OWNERS)}, or one of {', '.join(NAMES)}"

@@ -14,7 +14,7 @@ import torch
 from pageant.cache.formats import OF_DTYPE, Format, resolve
 from pageant.cache.layout import LAYOUTS
 from pageant.select.bounds import LARGEST, is_whole, whole
-from pageant.select.rows import EVERY_HEAD_DIM, KERNELS, OWNERS, ROWS
+from pageant.select.rows import EVERY_HEAD_DIM, KERNELS, NAMES, OWNERS
 from pageant.types import (
     ArgumentError,
     CacheSpec,
@@ -142,7 +142,7 @@ def _check_features(features: Features) -> None:
 
 
 def _check_options(options: Options) -> None:
-    ok = _is_in(options.kernels, (*OWNERS, *(row.name for row in ROWS)))
+    ok = _is_in(options.kernels, (*OWNERS, *NAMES))
     _require(ok, "kernels", options.kernels, KERNELS)
     _require_whole(options.speculative_tokens, 0, "speculative_tokens", argument="spec")
     _require_whole(options.plan_slots, 1, "plan_slots")

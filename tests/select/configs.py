@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pageant.cache.formats import FORMATS
 from pageant.cache.layout import LAYOUTS
-from pageant.select.rows import OWNERS, ROWS
+from pageant.select.rows import NAMES, OWNERS
 from pageant.types import CacheSpec, ContextParallel, Features, Options, Shape
 
 SHAPE = Shape(num_q_heads=8, num_kv_heads=2, head_dim=64)
@@ -21,7 +21,7 @@ FEATURE_GRID = [
     Features(out_formats=("model", "nvfp4")),
 ]
 OPTIONS_GRID = [
-    *(Options(kernels=name) for name in (*OWNERS, *(row.name for row in ROWS))),
+    *(Options(kernels=name) for name in (*OWNERS, *NAMES)),
     Options(speculative_tokens=3, non_causal_drafts=True, adaptive=True, quantize_query=False),
     Options(invariant=True),
     Options(debug_splits=2),
@@ -37,7 +37,6 @@ WRONG: list[tuple[str, str, Any, str]] = [
     *(("shape", "dtype", value, "dtype") for value in (torch.int8, torch.float64, "bfloat16")),
     *(("cache", "page_size", value, "page_size") for value in (0, -1, 16.0, True, "16")),
     *(("cache", "format", value, "cache") for value in ("fp7", "", None, 8, torch.float16)),
-    *(("cache", "format", value, "cache") for value in ("int8", "nvfp4", "fp8_e4m3_token_head")),
     *(("cache", "layout", value, "layout") for value in ("NHD", "", None, ("LBHNC",))),
     *(("features", "windows", value, "window") for value in ((), (0,), (True,), 128, ("8",))),
     *(("features", name, 30.0, name) for name in ("soft_cap", "sinks", "alibi", "lse")),
@@ -61,7 +60,7 @@ Config = tuple[Shape, CacheSpec, Features, Options]
 
 def grid(head_dims: tuple[int, ...] = (20, 64)) -> Iterator[Config]:
     """Valid and invalid configurations; some that no kernel serves."""
-    formats = ("auto", *FORMATS, "nvfp4")
+    formats = ("auto", *FORMATS)
     dtypes = (torch.float32, torch.bfloat16)
     axes = (head_dims, dtypes, formats, FEATURE_GRID, OPTIONS_GRID)
     for head_dim, dtype, fmt, features, options in itertools.product(*axes):
@@ -97,9 +96,14 @@ def configs(draw: st.DrawFn) -> Config:
         **{flag: draw(st.booleans()) for flag in flags},
     )
     options = Options(
-        kernels=draw(st.sampled_from([*OWNERS, *(row.name for row in ROWS)])),
+        kernels=draw(st.sampled_from([*OWNERS, *NAMES])),
         invariant=draw(st.booleans()),
         speculative_tokens=draw(st.integers(0, 4)),
+        context_parallel=draw(st.sampled_from([None, ContextParallel(rank=0, world=2)])),
+        quantize_query=draw(st.booleans()),
+        table_kernels=draw(st.sampled_from([None, True, False])),
+        adaptive=draw(st.booleans()),
+        non_causal_drafts=draw(st.booleans()),
         debug_splits=draw(st.none() | st.integers(1, 4)),
     )
     return shape, cache, features, options

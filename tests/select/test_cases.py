@@ -48,6 +48,7 @@ def test_every_key_reaches_the_configuration() -> None:
             non_causal_drafts=True,
         ),
         Device.of("cpu"),
+        cubins=False,
     )
 
 
@@ -132,6 +133,14 @@ def test_file_is_answered_line_by_line_until_one_is_no_case(tmp_path: Path) -> N
     with pytest.raises(ArgumentError, match=r"line 4: unknown key 'head'") as caught:
         next(answers)
     assert caught.value.argument == "cases"
+
+
+def test_file_takes_what_its_cases_leave_out_from_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "cases.jsonl"
+    path.write_text('{}\n{"sm": "80"}\n{"kernels": "auto"}\n')
+    absent = {**DEFAULTS, "sm": "90", "kernels": "flashinfer"}
+    kernels = [answer["decode"]["kernel"] for answer in answer_file(path, absent)]
+    assert kernels == ["flashinfer.xqa", "flashinfer.native", "reference.attention"]
 
 
 @pytest.mark.parametrize(

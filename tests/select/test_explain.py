@@ -1,8 +1,11 @@
 import json
+from typing import Any
 
-from pageant.select.explain import explain
+from pageant.select.explain import Explanation, explain, missing_in
+from pageant.select.row import Row
 from pageant.types import CacheSpec, Features, Options, Shape
 
+FLAT = Shape(num_q_heads=32, num_kv_heads=8, head_dim=128)
 SHAPE = Shape(num_q_heads=32, num_kv_heads=8, head_dim=192, v_head_dim=128)
 ANSWER_KEYS = [
     "ok", "prefill", "decode", "decode_threshold", "cuda_graph", "varlen_graph_max_q",
@@ -10,9 +13,32 @@ ANSWER_KEYS = [
 ]  # fmt: skip
 
 
+def of_flashinfer(
+    sm: str,
+    cache: CacheSpec | None = None,
+    features: Features | None = None,
+    shape: Shape = FLAT,
+    cubins: bool = True,
+    **options: Any,
+) -> Explanation:
+    """What FlashInfer's backend would do on a device."""
+    chosen = Options(kernels="flashinfer", **options)
+    return explain(
+        shape, cache, features, chosen, sm, cubins=cubins, missing=missing_in("flashinfer")
+    )
+
+
 def test_json_of_the_cpu() -> None:
     answer = explain(SHAPE, CacheSpec(format="fp8"), device="cpu").to_dict()
     assert list(answer) == ANSWER_KEYS
+    refused = answer.pop("refused")
+    assert [row["kernel"] for row in refused] == [
+        "gluon_sm90.prefill",
+        "triton.prefill",
+        "gluon_sm90.decode",
+        "triton.decode",
+    ]
+    assert all(row["why"].startswith("serves no device of this family; ") for row in refused)
     assert json.loads(json.dumps(answer)) == {
         "ok": True,
         "prefill": {"kernel": "cpu.prefill", "q_dtype": "bfloat16"},
@@ -24,16 +50,19 @@ def test_json_of_the_cpu() -> None:
         "page_sizes": None,
         "layouts": None,
         "draft_reuse": True,
-        "refused": [],
     }
 
 
 def test_json_lists_refusals_by_phase() -> None:
-    why = "serves no device of this family; would run on cpu"
-    assert explain(SHAPE, device="sm90").to_dict()["refused"] == [
-        {"kernel": "cpu.prefill", "phase": "prefill", "why": why},
-        {"kernel": "cpu.decode", "phase": "decode", "why": why},
+    answer = of_flashinfer("sm90", table_kernels=False).to_dict()
+    assert [(row["phase"], row["kernel"]) for row in answer["refused"]] == [
+        ("prefill", "flashinfer.trtllm-gen"),
+        ("decode", "flashinfer.xqa"),
+        ("decode", "flashinfer.trtllm-gen"),
     ]
+    assert answer["refused"][1]["why"] == (
+        "serves no configuration with table_kernels off; would run with table_kernels auto or on"
+    )
 
 
 def test_json_where_nothing_runs() -> None:
@@ -53,21 +82,50 @@ def test_decode_takes_drafts_causal_or_not() -> None:
 
 
 def test_text_names_device_cache_kernels_and_refusals() -> None:
-    text = str(explain(SHAPE, CacheSpec(format="fp8"), Features(sinks=True), device="90"))
-    lines = [line.split() for line in text.splitlines()]
+    answer = explain(
+        SHAPE, CacheSpec(format="fp8"), Features(sinks=True), device="90", missing=only_reference
+    )
+    lines = [line.split() for line in str(answer).splitlines()]
     assert lines[0][:2] == ["device", "sm90"]
-    assert "head size 192/128" in text
-    assert "fp8_e4m3, 16 tokens a page" in text
+    assert "head size 192/128" in str(answer)
+    assert "fp8_e4m3, 16 tokens a page" in str(answer)
     assert ["phase", "kernel", "because"] in lines
     assert ["decode", "reference.attention", "Last"] in [line[:3] for line in lines]
-    assert "cpu.decode   serves no device of this family; would run on cpu" in text
-    assert all(line == line.rstrip() for line in text.splitlines())
+    assert "decode   triton.decode       is not built" in str(answer)
+    assert "cpu.decode" not in str(answer)  # for another device
+    assert all(line == line.rstrip() for line in str(answer).splitlines())
 
 
-def test_text_where_nothing_runs() -> None:
-    text = str(explain(SHAPE, options=Options(kernels="pageant"), device="90"))
-    assert "refused: no prefill kernel: cpu.prefill serves no device of this family" in text
-    assert "reference.attention  is left out by kernels='pageant'" in text
+def only_reference(row: Row) -> str | None:
+    return None if row.owner == "reference" else "is not built"
+
+
+def test_text_names_the_types_of_queries_where_they_differ() -> None:
+    text = str(of_flashinfer("90", CacheSpec(format="fp8"), Features(sinks=True)))
+    assert "flashinfer.native-sink  float8_e4m3fn  Many" in text
+    assert "flashinfer.xqa          bfloat16       A few" in text
+    assert "queries" not in str(of_flashinfer("120", CacheSpec(format="fp8")))
+
+
+def test_text_says_what_follows() -> None:
+    options = {"speculative_tokens": 3, "adaptive": True}
+    lines = str(of_flashinfer("100", **options)).splitlines()
+    assert "Requests of up to 4 new tokens are decodes." in lines
+    words = "CUDA graphs: UNIFORM_BATCH, of decodes that all bring the same number of tokens."
+    assert words in lines
+    assert "A graph also replays decodes of different lengths, up to 4 tokens." in lines
+    words = "Tokens a page: 16, 32, 64, 128, 256, 512 or 1024. Layouts: LBHNC or BLHNC."
+    assert words in lines
+    lines = str(of_flashinfer("80", **options)).splitlines()
+    assert "Tokens a page: 16, 32 or 64. Layouts: any." in lines
+    assert "Requests of up to 1 new token are decodes." in lines
+
+
+def test_text_where_nothing_runs_says_which_devices_would() -> None:
+    text = str(of_flashinfer("80", features=Features(sinks=True)))
+    assert "refused: no prefill kernel: flashinfer.native serves no attention sinks" in text
+    assert "flashinfer.native-sink  serves no device of this family; would run on sm90" in text
+    assert "native-dcp" not in text  # for several ranks
 
 
 def test_text_of_a_mistake_is_one_line() -> None:

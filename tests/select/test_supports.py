@@ -7,7 +7,7 @@ from pageant import ArgumentError, Attention
 from pageant.device import FAMILIES, Device
 from pageant.select.choose import supports
 from pageant.select.explain import explain
-from pageant.select.rows import PHASES
+from pageant.select.row import PHASES
 from pageant.select.validate import check_config
 from pageant.types import Limits, Options, Support
 from tests.select.configs import OPTIONS_GRID, SHAPE, Config, configs, configs_and_mistakes, grid
@@ -41,6 +41,19 @@ def test_supports_agrees_with_construction() -> None:
     assert 0 < sum(map(bool, verdicts)) < len(verdicts)
 
 
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "cpu"])
+def test_supports_agrees_with_construction_on_every_device(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processor stands in for a device of the family: all but the kernels is decided there."""
+    monkeypatch.setattr(Device, "detect", lambda device: FAMILIES[family])
+    verdicts = []
+    for config in grid(head_dims=(64,)):
+        verdicts.append(supports(*config, family))
+        assert verdicts[-1] == built(config)
+    assert 0 < sum(map(bool, verdicts)) < len(verdicts)
+
+
 @given(config=configs_and_mistakes())
 def test_supports_agrees_with_construction_of_anything(config: Config) -> None:
     verdict = supports(*config, "cpu")
@@ -51,11 +64,11 @@ def test_supports_agrees_with_construction_of_anything(config: Config) -> None:
 @pytest.mark.parametrize(
     ("options", "family", "argument", "words"),
     [
-        (Options(kernels="flashinfer"), "sm90", "kernels", "no prefill kernel yet"),
-        (Options(kernels="pageant"), "sm90", "sm", "cpu.prefill serves no device of this family"),
+        (Options(kernels="flashinfer"), "cpu", "sm", "flashinfer.native serves no device of this"),
+        (Options(kernels="cpu.prefill"), "sm90", "sm", "cpu.prefill serves no device of this"),
         (Options(kernels="cpu.decode"), "sm90", "sm", "no decode kernel: cpu.decode"),
         (Options(invariant=True), "sm90", "invariant", "reference.attention serves no invariant"),
-        (OPTIONS_GRID[-1], "cpu", "dcp", "would run on one rank (dcp 1)"),
+        (OPTIONS_GRID[-1], "cpu", "dcp", "would run on one rank (dcp)"),
     ],
 )
 def test_reason_is_that_of_the_row_that_came_closest(

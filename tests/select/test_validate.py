@@ -30,11 +30,6 @@ def test_part_of_another_type_is_named(part: str) -> None:
     assert (verdict.ok, verdict.argument) == (False, part)
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8_e4m3_token_head", "nvfp4", "nvfp4_4over6"])
-def test_reserved_format_says_so(name: str) -> None:
-    assert "reserved" in (check_config(SHAPE, CacheSpec(format=name)).reason or "")
-
-
 @pytest.mark.parametrize("head_dim", range(16, 513, 8))
 def test_every_head_size_is_valid(head_dim: int) -> None:
     shape = replace(SHAPE, head_dim=head_dim, v_head_dim=528 - head_dim)
