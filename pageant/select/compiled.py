@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pageant.select.row import Row
@@ -48,18 +49,27 @@ def compiled(row: Row) -> Compiled:
 
 
 def compiled_in(module: Any) -> Compiled:
-    """The state of the numba and Triton functions of a module."""
-    source = Path(module.__file__)
-    values = list(vars(module).values())
-    numba = [f for f in values if hasattr(f, "py_func") and hasattr(f, "stats")]
-    triton = [f for f in values if hasattr(f, "fn") and hasattr(f, "cache_key")]
-    folders = [f.stats.cache_path for f in numba] + [str(_triton_cache())] * bool(triton)
-    on_disk = [_numba_has(f, source) for f in numba] + [_triton_has(f, source) for f in triton]
+    """The state of the numba and Triton functions of a kernel's module and of its parts."""
+    folders: list[str] = []
+    on_disk: list[bool] = []
+    for part in (module, *_parts(module)):
+        source = Path(part.__file__)
+        values = list(vars(part).values())
+        numba = [f for f in values if hasattr(f, "py_func") and hasattr(f, "stats")]
+        triton = [f for f in values if hasattr(f, "fn") and hasattr(f, "cache_key")]
+        folders += [f.stats.cache_path for f in numba] + [str(_triton_cache())] * bool(triton)
+        on_disk += [_numba_has(f, source) for f in numba] + [_triton_has(f, source) for f in triton]
     return Compiled(
         functions=len(on_disk),
         on_disk=sum(on_disk),
         folder=next((folder for folder in folders if folder), None),
     )
+
+
+def _parts(module: ModuleType) -> list[ModuleType]:
+    """Modules a kernel imports that are named after it, as ``decode_walk`` after ``decode``."""
+    values = [value for value in vars(module).values() if isinstance(value, ModuleType)]
+    return [value for value in values if value.__name__.startswith(f"{module.__name__}_")]
 
 
 def _numba_has(function: Any, source: Path) -> bool:

@@ -26,7 +26,7 @@ FIELDS: dict[str, Words] = {
     "head_dims": Words("head_dim", "head size {value}", "with head sizes {served}"),
     "page_sizes": Words("page_size", "pages of {value} tokens", "with page_size {served}"),
     "formats": Words("cache", "{value} cache", "with cache {served}"),
-    "layouts": Words("layout", "layout {value}", "with layout {served}"),
+    "layouts": Words("cache", "layout {value}", "with layout {served}"),
     "ranks": Words("dcp", "sequences on {value}", "on {served} (dcp)"),
     "out_formats": Words("out_formats", "{value} output", "with out_formats {served}"),
 }

@@ -94,7 +94,7 @@ def test_large_pages_need_table_kernels_and_groups(page_size: int) -> None:
         ):
             assert refused(sm, page_size=page_size, **less) == "page_size"
             assert ask(sm, **less)["page_sizes"] == SMALL
-        assert refused(sm, page_size=page_size, layout="LBNHC") == "layout"
+        assert refused(sm, page_size=page_size, layout="LBNHC") == "cache"
 
 
 def test_large_pages_force_table_kernels_for_prefill() -> None:
