@@ -170,7 +170,7 @@ def test_help_names_every_command(capsys: Capture) -> None:
     for arguments in ([], ["--help"]):
         assert main(arguments) == 0
         text = capsys.readouterr().out
-        assert all(command in text for command in ("explain", "layout", "generate"))
+        assert all(command in text for command in ("explain", "layout", "generate", "bench"))
 
 
 def test_version(capsys: Capture) -> None:
