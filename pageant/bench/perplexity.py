@@ -66,6 +66,8 @@ class Row:
         bytes_per_token: of all layers, scales included.
         perplexity: exp of the mean negative log-likelihood of the predicted tokens.
         change: per cent above the fp32 cache's.
+        change_error: standard error of that, from the tokens' own differences: a coarse format is
+            noise, and another draw of it (other scales, another processor) moves `change` so far.
         k_error, v_error: relative squared error of the observed K and V, all layers together.
         reference: perplexity with the float64 reference in place of the kernels, if asked for.
         difference: per cent between the two.
@@ -75,6 +77,7 @@ class Row:
     bytes_per_token: int
     perplexity: float
     change: float
+    change_error: float
     k_error: float
     v_error: float
     reference: float | None = None
@@ -94,26 +97,29 @@ class Measurement:
         self.model, self.text, self.percentile = model, text, percentile
         self.shape, self.layers = layers_of(model)
         self.seen = observe(model, text.calibration or text.windows[:1])
-        self._baseline: float | None = None
+        self._baseline: torch.Tensor | None = None
 
     def row(self, format: str, kernels: str = "auto", *, check: bool = False) -> Row:
         """Measure a format; with `check` also the reference, over the cache the kernels wrote."""
-        found, reference = self.perplexity(format, kernels, check=check)
+        found = self.surprise(format, kernels, check=check)
         if format == BASELINE:
-            self._baseline = found
+            self._baseline = found[0]
         elif self._baseline is None:
-            self._baseline, _ = self.perplexity(BASELINE, kernels)
+            (self._baseline,) = self.surprise(BASELINE, kernels)
+        change = found[0] - self._baseline
+        perplexity, *reference = (math.exp(each.mean()) for each in found)
         k_error, v_error = squared_errors(self.seen, format, self.scales(format))
         spec = CacheSpec(format=format, page_size=1)
         return Row(
             format=format,
             bytes_per_token=layout_for(self.shape, spec, len(self.layers), 1).num_bytes,
-            perplexity=found,
-            change=100 * (found / self._baseline - 1),
+            perplexity=perplexity,
+            change=100 * math.expm1(change.mean()),
+            change_error=100 * float(change.std(correction=0)) / math.sqrt(len(change)),
             k_error=k_error,
             v_error=v_error,
-            reference=reference,
-            difference=None if reference is None else 100 * abs(found / reference - 1),
+            reference=reference[0] if check else None,
+            difference=100 * abs(perplexity / reference[0] - 1) if check else None,
         )
 
     def scales(self, format: str) -> list[Scales]:
@@ -122,13 +128,13 @@ class Measurement:
             return [Scales() for _ in self.layers]
         return [calibrate(pairs, format, self.percentile) for pairs in self.seen]
 
-    def perplexity(
+    def surprise(
         self, format: str, kernels: str = "auto", *, check: bool = False
-    ) -> tuple[float, float | None]:
-        """Perplexity of the text's windows through a cache of this format.
+    ) -> list[torch.Tensor]:
+        """Negative log-likelihood of each predicted token, through a cache of this format.
 
         Returns:
-            That of the kernels; and with `check` that of the float64 reference, which reads the
+            float64 [tokens] of the kernels; and with `check` of the float64 reference, reading the
             cache they wrote. Writing one of its own would tell nothing: values that differ in the
             last bit round to different codes now and then, and thirty layers make that another
             sample of the format's noise.
@@ -154,21 +160,19 @@ class Measurement:
         runs = [prefill(options)]
         if check:
             runs.append(prefill(Options(kernels="reference"), runs[0].cache))
-        totals = [0.0 for _ in runs]
+        found: list[list[torch.Tensor]] = [[] for _ in runs]
         for window in self.text.windows:
-            for index, run in enumerate(runs):
-                totals[index] += surprise(run, window)
-        count = sum(len(window) - 1 for window in self.text.windows)
-        found = [math.exp(total / count) for total in totals]
-        return found[0], found[1] if check else None
+            for run, parts in zip(runs, found, strict=True):
+                parts.append(_surprise(run, window))
+        return [torch.cat(parts) for parts in found]
 
 
-def surprise(prefill: Prefill, window: Sequence[int]) -> float:
+def _surprise(prefill: Prefill, window: Sequence[int]) -> torch.Tensor:
     """Negative log-likelihood, natural, of a window's tokens but the first."""
     logits = prefill.run(window[:-1]).float()
     targets = torch.tensor(window[1:], device=logits.device)
     each = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
-    return float(each.double().sum())
+    return each.double().cpu()
 
 
 def squared_errors(

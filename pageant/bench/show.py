@@ -63,15 +63,16 @@ def perplexity_section(rows: Sequence[Row], answer: dict[str, Any]) -> str:
     said = (
         f"{answer['model']}, weights in {answer['dtype']}, over the first {text['tokens']:,} "
         f"tokens of the documentation topics of Python {versions['python']}, in windows of "
-        f"{text['window']:,}; {scales}. Errors are squared and relative, of the K and V that the "
-        f"scales were fitted to. {answer['device']['name']}, torch {versions['torch']}, "
-        f"{answer['date'][:10]}, commit {answer['commit'] or 'unknown'}."
+        f"{text['window']:,}; {scales}. ± is one standard error. Errors of K and V are squared "
+        f"and relative, of those that the scales were fitted to. {answer['device']['name']}, "
+        f"torch {versions['torch']}, {answer['date'][:10]}, "
+        f"commit {answer['commit'] or 'unknown'}."
     )
     return f"{said}\n\n{markdown(*_perplexity(rows))}"
 
 
 def _perplexity(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    columns = ["format", "bytes\na token", "perplexity", "above\nfp32, %"]
+    columns = ["format", "bytes\na token", "perplexity", "above\nfp32, %", "±"]
     columns += ["error\nof K", "error\nof V"]
     checked = any(row.difference is not None for row in rows)
     if checked:
@@ -79,7 +80,12 @@ def _perplexity(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     table = []
     for row in rows:
         cells = [row.format, f"{row.bytes_per_token:,}", f"{row.perplexity:.3f}"]
-        cells += [f"{row.change:+.2f}", f"{row.k_error:.1e}", f"{row.v_error:.1e}"]
+        cells += [
+            f"{row.change:+.2f}",
+            f"{row.change_error:.2f}",
+            f"{row.k_error:.1e}",
+            f"{row.v_error:.1e}",
+        ]
         if checked:
             cells.append(f"{row.difference:.4f}")
         table.append(cells)

@@ -12,7 +12,7 @@ Rows = Sequence[Sequence[str]]
 
 def terminal(title: str, columns: Sequence[str], rows: Rows) -> Table:
     """For rich: the first column to the left, the others to the right; names may have lines."""
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(
             column, justify="right" if index else "left", no_wrap=True, vertical="bottom"

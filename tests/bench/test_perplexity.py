@@ -58,9 +58,10 @@ def test_perplexity_is_transformers_own(tiny: LlamaForCausalLM) -> None:
     measurement = Measurement(tiny, Text(windows=WINDOWS, calibration=[]))
     found = measurement.row("fp32")
     assert found.perplexity == pytest.approx(expected, rel=1e-5)
-    by_reference, _ = measurement.perplexity("fp32", "reference")
-    assert by_reference == pytest.approx(expected, rel=1e-5)
-    assert (found.change, found.k_error, found.v_error, found.reference) == (0, 0, 0, None)
+    (by_reference,) = measurement.surprise("fp32", "reference")
+    assert math.exp(by_reference.mean()) == pytest.approx(expected, rel=1e-5)
+    assert (found.change, found.change_error) == (0, 0)
+    assert (found.k_error, found.v_error, found.reference) == (0, 0, None)
 
 
 def test_rows_of_all_formats(tiny: LlamaForCausalLM) -> None:
@@ -73,6 +74,11 @@ def test_rows_of_all_formats(tiny: LlamaForCausalLM) -> None:
     assert rows["fp8_e4m3"].bytes_per_token == 2 * 2 * 2 * 16  # layers, K and V, heads, D
     assert rows["bf16"].k_error < rows["fp8_e4m3"].k_error < rows["fp8_e5m2"].k_error
     assert rows["fp8_e4m3"].change != 0
+    fp32, fp8 = (measurement.surprise(name)[0] for name in ("fp32", "fp8_e4m3"))
+    deviation = float((fp8 - fp32).square().mean() - (fp8 - fp32).mean() ** 2) ** 0.5
+    expected = pytest.approx(100 * deviation / len(fp8) ** 0.5)
+    assert rows["fp8_e4m3"].change_error == expected
+    assert len(fp8) == sum(len(window) - 1 for window in WINDOWS)
 
 
 def test_scales_are_fitted_to_the_calibration(tiny: LlamaForCausalLM) -> None:
@@ -153,8 +159,9 @@ def test_more_tokens_than_the_text_has() -> None:
 
 
 def row(format: str, **fields: Any) -> Row:
-    plain = {"bytes_per_token": 1, "perplexity": 10.0, "change": 0.1, "k_error": 0.1}
-    return Row(**{"format": format, "v_error": 0.1, **plain, **fields})
+    errors = {"change_error": 0.1, "k_error": 0.1, "v_error": 0.1}
+    plain = {"bytes_per_token": 1, "perplexity": 10.0, "change": 0.1}
+    return Row(**{"format": format, **errors, **plain, **fields})
 
 
 def test_bounds_that_hold_and_bounds_that_do_not() -> None:
