@@ -104,7 +104,7 @@ def test_supports_is_what_construction_does():
         ({"shape": shape(v_head_dim=17)}, "head_dim"),
         ({"shape": shape(num_q_heads=5)}, "q_heads"),
         ({"cache": CacheSpec(format="fp7")}, "cache"),
-        ({"cache": CacheSpec(format="nvfp4")}, "cache"),
+        ({"cache": CacheSpec(format="int8", v_scale_order="swizzled")}, "v_scale_order"),
         ({"cache": CacheSpec(page_size=0)}, "page_size"),
         ({"cache": CacheSpec(page_size=2.0)}, "page_size"),
         ({"cache": CacheSpec(layout="NHD")}, "layout"),
