@@ -69,10 +69,12 @@ def _as_tensor(scale: Scalar, device: torch.device) -> torch.Tensor:
 
 
 def _round(values: torch.Tensor, fmt: Format) -> torch.Tensor:
-    values = values.clamp(-fmt.max_value, fmt.max_value)
-    if fmt.exponent_bits == 0:  # integers: to even like the others; a NaN is kept by its scale
-        values = values.round().nan_to_num(0.0)
-    return values.to(fmt.element_dtype)
+    """To nearest, ties to even, saturating. A float's NaN is stored as 0x7f, as GPUs do."""
+    bounded = values.clamp(-fmt.max_value, fmt.max_value)
+    if fmt.exponent_bits == 0:  # of integers, a NaN is kept by the scale
+        return bounded.round().nan_to_num(0.0).to(fmt.element_dtype)
+    codes = bounded.to(fmt.element_dtype).view(torch.uint8)
+    return codes.masked_fill_(values.isnan(), 0x7F).view(fmt.element_dtype)
 
 
 def _encode_blocks(x: torch.Tensor, fmt: Format, factor: torch.Tensor) -> Stored:

@@ -80,6 +80,14 @@ def test_writing_saturates(name, value, want):
 
 
 @each_fp8
+def test_every_nan_is_stored_as_one_byte(name):
+    """As GPUs convert: the sign and the payload of a NaN are not kept."""
+    bits = torch.tensor([0x7FC00000, -0x400000, 0x7F800001, -1], dtype=torch.int32)
+    codes, _ = encode(bits.view(torch.float32), FORMATS[name])
+    assert codes.view(torch.uint8).tolist() == [0x7F] * 4
+
+
+@each_fp8
 def test_nan_stays_nan(name):
     assert math.isnan(stored([math.nan], name)[0])
     assert math.isnan(stored([math.nan], name, 0.25)[0])
