@@ -105,8 +105,7 @@ class Attention:
         require(self._explanation.support)
         require(check_limits(self.limits))
         self.format = resolve(self.cache.format, shape.dtype)
-        threshold = self._explanation.decode_threshold
-        self._planner = Planner(shape, self.limits, *parts, self.device, threshold)
+        self._planner = Planner(shape, self.limits, *parts, self.device, self._explanation)
 
     def explain(self) -> Explanation:
         """Which kernel serves each phase, and why each earlier one was refused."""

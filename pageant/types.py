@@ -49,8 +49,7 @@ class Shape:
     """Sizes and element type of one attention layer's queries, keys and values.
 
     Attributes:
-        num_q_heads: query heads Hq, a multiple of num_kv_heads.
-        num_kv_heads: key/value heads Hkv.
+        num_q_heads, num_kv_heads: Hq and Hkv; the first is a multiple of the second.
         head_dim: D, a multiple of 8 from 16 to 512.
         v_head_dim: Dv, the same range; None means D.
         dtype: model type of queries and outputs: float32, float16 or bfloat16.
@@ -122,8 +121,7 @@ class Layer:
         alibi_slopes: float32 [Hq] on the device: adds ``slope * (key - query position)``.
         q_scale: multiplies scores if the query given to ``run`` is quantised.
         k_scale, v_scale: read factors of a quantised cache, 1 for others.
-        out_scale: scale of a quantised output.
-        out_format: "model", "fp8_e4m3" or "nvfp4".
+        out_format, out_scale: "model", "fp8_e4m3" or "nvfp4", and the scale of a quantised output.
         shares_cache: this layer reads another layer's cache and never writes.
 
     Scales are floats or one-element tensors (CPU or device), read each time the layer runs.
@@ -217,6 +215,7 @@ class Options:
         non_causal_drafts: a drafter runs non-causally over its draft tokens.
         validate: check device values too (synchronises on a GPU).
         plan_slots: plans that may be alive at once.
+        cascade: compute keys that decodes share once, where it pays; ``Plan.shared`` says which.
         debug_splits: force this many key splits a request; for tests.
     """
 
@@ -230,6 +229,7 @@ class Options:
     non_causal_drafts: bool = False
     validate: bool = False
     plan_slots: int = 1
+    cascade: bool = True
     debug_splits: int | None = None
 
     @property

@@ -10,7 +10,7 @@ from pageant.cache.pages import LayerCache
 from pageant.kernels.call import AttentionCall
 from pageant.plan.build import Plan
 from pageant.plan.inputs import LayerParams
-from pageant.select.choose import load
+from pageant.select.choose import load, load_shared
 from pageant.select.rows import Row
 
 
@@ -34,19 +34,21 @@ def launch(
     for phase, row in rows.items():
         work = buffers.work[phase, params.window]
         if work.counts[0]:
-            load(row)(
-                AttentionCall(
-                    q=q,
-                    cache=cache,
-                    out=out,
-                    lse=lse,
-                    query_start_loc=batch.query_start_loc,
-                    key_lens=batch.key_lens,
-                    page_table=batch.page_table,
-                    causal=batch.causal,
-                    draft_mask=batch.draft_mask,
-                    params=params,
-                    work=work,
-                    workspace=plan.planner.workspace,
-                )
+            call = AttentionCall(
+                q=q,
+                cache=cache,
+                out=out,
+                lse=lse,
+                query_start_loc=batch.query_start_loc,
+                key_lens=batch.key_lens,
+                page_table=batch.page_table,
+                causal=batch.causal,
+                draft_mask=batch.draft_mask,
+                params=params,
+                work=work,
+                workspace=plan.planner.workspace,
             )
+            kernel, shared = load(row), buffers.shared.get(params.window)
+            if phase == "decode" and shared is not None:
+                load_shared(row)(kernel, shared, call)
+            kernel(call)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from pageant.plan.copies import BatchCopy, CopyMemory
 from pageant.plan.pages import PageUse
+from pageant.plan.prefix import LEVELS
+from pageant.plan.shared import TILE_ROWS, SharedWork
 from pageant.plan.split import Split
 from pageant.plan.work import WorkList, query_tile
 from pageant.types import Features, Limits, Options, Shape
@@ -20,15 +22,18 @@ class Workspace:
     Attributes:
         partial_out: float32 [partials, rows, Hq, Dv].
         partial_lse: float32 [partials, rows, Hq], natural log.
+        shared: the same for gathered rows; None where nothing is ever shared.
     """
 
     partial_out: torch.Tensor
     partial_lse: torch.Tensor
+    shared: Workspace | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes allocated."""
-        return self.partial_out.nbytes + self.partial_lse.nbytes
+        own = self.partial_out.nbytes + self.partial_lse.nbytes
+        return own + (0 if self.shared is None else self.shared.num_bytes)
 
 
 @dataclass
@@ -37,6 +42,7 @@ class PlanBuffers:
 
     Attributes:
         work: a work list for each (phase, window).
+        shared: the work of shared prefixes for each window that has any.
         memory: where the copy lies.
         generation: of the plan that owns the slot now.
         split: how many requests decode.
@@ -47,6 +53,7 @@ class PlanBuffers:
 
     work: dict[tuple[str, int | None], WorkList]
     memory: CopyMemory
+    shared: dict[int | None, SharedWork] = field(default_factory=dict)
     generation: int = -1
     split: Split = Split(0, 0, 0, 0)
     real_tokens: int = 0
@@ -75,14 +82,31 @@ def make_work(
 
 
 def make_workspace(
-    shape: Shape, limits: Limits, options: Options, decode_threshold: int, workers: int
+    shape: Shape,
+    limits: Limits,
+    options: Options,
+    decode_threshold: int,
+    workers: int,
+    *,
+    shares: bool = False,
 ) -> Workspace:
     """Room for the partial results of any batch within the limits.
 
-    A cut between two shares leaves at most two partial results, of a decode's rows each.
+    A cut between two shares leaves at most two partial results, of a decode's rows each. A request
+    that shares a prefix leaves one for each level, and one more for its own keys.
     """
-    partials = 2 * (workers - 1)
+    partials = cut = 2 * (workers - 1)
+    requests = min(limits.max_requests, limits.max_tokens)
     if options.debug_splits is not None:
-        partials = limits.max_requests * options.debug_splits
-    lse = torch.empty(partials, decode_threshold, shape.num_q_heads, dtype=torch.float32)
+        partials = requests * options.debug_splits
+    elif shares:
+        partials += requests
+    if not shares:
+        return _room(partials, decode_threshold, shape)
+    shared = _room(cut, TILE_ROWS, shape)
+    return replace(_room(partials + requests * LEVELS, decode_threshold, shape), shared=shared)
+
+
+def _room(partials: int, rows: int, shape: Shape) -> Workspace:
+    lse = torch.empty(partials, rows, shape.num_q_heads, dtype=torch.float32)
     return Workspace(lse.new_empty(*lse.shape, shape.value_dim), lse)

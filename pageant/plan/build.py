@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,8 +12,11 @@ from pageant.plan.buffers import PlanBuffers, make_work, make_workspace
 from pageant.plan.copies import CopyMemory
 from pageant.plan.mistakes import Lens, check_host, check_values, lens_of
 from pageant.plan.pages import PageUse, page_use
+from pageant.plan.prefix import SharedPrefix, check_hint, shared_prefixes
+from pageant.plan.shared import parts_of, share
 from pageant.plan.split import Split, split_decodes_and_prefills
 from pageant.plan.work import Lengths, fill_decode, fill_prefill
+from pageant.select.answer import Explanation
 from pageant.types import CacheSpec, Features, Limits, Options, Shape, bad
 
 
@@ -38,6 +41,14 @@ class Plan:
         """How many requests and tokens decode, and how many prefill."""
         return self.buffers.split
 
+    @property
+    def shared(self) -> dict[int | None, tuple[SharedPrefix, ...]]:
+        """For each window of the layers: which requests' keys are computed once, and how many."""
+        return {
+            window: shared.prefixes if (shared := self.buffers.shared.get(window)) else ()
+            for window in self.planner.features.windows
+        }
+
     def check(self) -> None:
         """Raise if the batch's tensors hold a mistake by now (synchronises on a GPU)."""
         self.require_current()
@@ -61,10 +72,11 @@ class Planner:
         features: Features,
         options: Options,
         device: torch.device,
-        decode_threshold: int,
+        chosen: Explanation,
     ) -> None:
         self.page_size, self.limits, self.features = cache.page_size, limits, features
-        self.options, self.device, self.decode_threshold = options, device, decode_threshold
+        self.options, self.device = options, device
+        self.decode_threshold, self.shares = chosen.decode_threshold, chosen.shares_prefixes
         workers = torch.get_num_threads()
         try:
             self.slots = [
@@ -74,7 +86,9 @@ class Planner:
                 )
                 for _ in range(options.plan_slots)
             ]
-            self.workspace = make_workspace(shape, limits, options, decode_threshold, workers)
+            self.workspace = make_workspace(
+                shape, limits, options, self.decode_threshold, workers, shares=self.shares
+            )
         except (MemoryError, RuntimeError):  # numpy's error and torch's
             allowed = (
                 "bounds whose buffers fit in memory; plan_slots and debug_splits multiply them"
@@ -115,6 +129,9 @@ class Planner:
         check_values(batch, lens, self.limits, self.page_size)
         widest = None if None in self.features.windows else max(filter(None, self.features.windows))
         table = batch.page_table.cpu().numpy()
+        if batch.shared_prefix_lens is not None:
+            hint = batch.shared_prefix_lens.cpu().numpy()
+            check_hint(hint, table, lens.key_lens, self.page_size)
         return lens, page_use(table, lens.query_lens, lens.key_lens, self.page_size, widest)
 
     def _fill(self, buffers: PlanBuffers, batch: Batch, lens: Lens, pages: PageUse) -> None:
@@ -131,6 +148,37 @@ class Planner:
         decodes = buffers.split.num_decodes
         decode = Lengths(0, decodes, lens.query_lens, lens.key_lens, sees_all)
         prefill = Lengths(decodes, batch.num_requests, lens.query_lens, lens.key_lens, sees_all)
+        buffers.shared.clear()
         for window in self.features.windows:
-            fill_decode(buffers.work["decode", window], decode, window, self.options.debug_splits)
+            self._fill_decode(buffers, decode, window)
             fill_prefill(buffers.work["prefill", window], prefill, window)
+
+    def _fill_decode(self, buffers: PlanBuffers, decode: Lengths, window: int | None) -> None:
+        """One window's decodes, and the prefixes they share."""
+        work, prefixes = buffers.work["decode", window], self._prefixes(buffers, decode, window)
+        if prefixes:
+            keys, parts = parts_of(prefixes, len(decode.key_lens))
+            decode = replace(decode, shared_keys=keys, shared_parts=parts)
+        fill_decode(work, decode, window, self.options.debug_splits)
+        if prefixes:
+            starts = np.concatenate([[0], np.cumsum(decode.query_lens)])
+            buffers.shared[window] = share(
+                prefixes, starts, decode.key_lens, work, self.decode_threshold
+            )
+
+    def _prefixes(
+        self, buffers: PlanBuffers, decode: Lengths, window: int | None
+    ) -> tuple[SharedPrefix, ...]:
+        """Prefixes that decodes share; requests share none if a window hides their first key."""
+        if not self.shares or decode.last < 2:
+            return ()
+        part, batch = slice(decode.last), buffers.batch
+        query_lens, key_lens = decode.query_lens[part], decode.key_lens[part]
+        cached = key_lens - query_lens
+        if batch.draft_mask is None:
+            cached = np.where(decode.sees_all[part], key_lens, cached)
+        hidden = query_lens == 0
+        if window is not None:
+            hidden |= key_lens > window
+        cached = np.where(hidden, 0, cached)
+        return shared_prefixes(batch.page_table.numpy()[part], cached, self.page_size)

@@ -63,6 +63,8 @@ class Lengths:
         first, last: the phase's requests are first to last.
         query_lens, key_lens: int64 [R], m and n.
         sees_all: bool [R], rows may see keys after their own position (non-causal, draft masks).
+        shared_keys, shared_parts: int64 [R]: so many first keys are computed elsewhere, and leave
+            so many partial results, for which decode keeps slots; None: none are.
     """
 
     first: int
@@ -70,6 +72,8 @@ class Lengths:
     query_lens: IntArray
     key_lens: IntArray
     sees_all: IntArray
+    shared_keys: IntArray | None = None
+    shared_parts: IntArray | None = None
 
 
 def first_keys(query_lens: IntArray, key_lens: IntArray, window: int | None) -> IntArray:
@@ -88,6 +92,8 @@ def fill_decode(
 ) -> None:
     """Cut the phase's keys into one equal share a worker; `debug_splits` cuts each request instead.
 
+    A request's slots are one after another: those for shared parts, then its own.
+
     One request of 2,048 keys in two shares, then one of 64: the first is cut once, so it leaves two
     partial results that one group names.
 
@@ -102,7 +108,9 @@ def fill_decode(
     work.clear()
     part = slice(lengths.first, lengths.last)
     rows, keys = lengths.query_lens[part], lengths.key_lens[part]
-    begin = first_keys(rows, keys, window)
+    begin, parts = first_keys(rows, keys, window), np.zeros_like(rows)
+    if lengths.shared_keys is not None and lengths.shared_parts is not None:
+        begin, parts = np.maximum(begin, lengths.shared_keys[part]), lengths.shared_parts[part]
     tile = KEY_TILE if debug_splits is None else 1
     tiles = np.where(rows > 0, np.maximum(1, -(-(keys - begin) // tile)), 0)
     starts = np.concatenate([[0], np.cumsum(tiles)])
@@ -119,7 +127,8 @@ def fill_decode(
     edges = np.unique(np.concatenate([starts, cuts]))
     low, high = edges[:-1], edges[1:]
     owner = np.searchsorted(starts, low, side="right") - 1
-    whole = (low == starts[owner]) & (high == starts[owner + 1])
+    whole = (low == starts[owner]) & (high == starts[owner + 1]) & (parts[owner] == 0)
+    kept = np.cumsum(parts)  # slots for shared parts, up to and with those of each request
     count = len(low)
     items = work.items[:count]
     items[:, REQUEST] = owner + lengths.first
@@ -127,11 +136,12 @@ def fill_decode(
     items[:, QUERY_END] = rows[owner]
     items[:, KEY_BEGIN] = begin[owner] + (low - starts[owner]) * tile
     items[:, KEY_END] = np.minimum(keys[owner], begin[owner] + (high - starts[owner]) * tile)
-    items[:, PARTIAL] = np.where(whole, -1, np.cumsum(~whole) - 1)
+    items[:, PARTIAL] = np.where(whole, -1, np.cumsum(~whole) - 1 + kept[owner])
     bounds = np.concatenate([[0], cuts, [total]]) if debug_splits is None else [0, total]
     work.share_start[: shares + 1] = np.searchsorted(low, bounds)
     work.share_start[shares + 1 :] = count
     cut, first, pieces = np.unique(owner[~whole], return_index=True, return_counts=True)
+    first, pieces = first + (kept - parts)[cut], pieces + parts[cut]
     work.groups[: len(cut)] = np.stack([cut + lengths.first, first, pieces], axis=1)
     work.counts[:] = count, len(cut)
 

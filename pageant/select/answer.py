@@ -81,6 +81,12 @@ class Explanation:
         return 1 + self.options.speculative_tokens if self.reports.takes_drafts else 1
 
     @property
+    def shares_prefixes(self) -> bool:
+        """Whether keys that several decodes share may be computed once."""
+        wanted = self.options.cascade and not self.options.invariant
+        return wanted and bool(self.rows["decode"].shared_kernel)
+
+    @property
     def cuda_graph(self) -> GraphLevel:
         """Which batches a CUDA graph can capture."""
         return self.reports.graph

@@ -177,6 +177,15 @@ def device_of(device: Device | torch.device | str) -> Device:
 
 def load(row: Row) -> Callable[..., None]:
     """The row's kernel launcher; its module is imported now."""
-    module, _, name = row.kernel.partition(":")
+    return _load(row.kernel)
+
+
+def load_shared(row: Row) -> Callable[..., None]:
+    """What computes shared prefixes for the row's kernel."""
+    return _load(row.shared_kernel)
+
+
+def _load(place: str) -> Callable[..., None]:
+    module, _, name = place.partition(":")
     launcher: Callable[..., None] = getattr(import_module(module), name)
     return launcher

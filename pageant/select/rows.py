@@ -133,6 +133,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         name="cpu.decode",
         kernel="pageant.kernels.cpu.decode:run",
+        shared_kernel="pageant.kernels.cpu.shared:run",
         owner="pageant",
         phases=("decode",),
         families=("cpu",),

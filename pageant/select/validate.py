@@ -150,7 +150,7 @@ def _check_options(options: Options) -> None:
     table = options.table_kernels
     ok = table is None or isinstance(table, bool)
     _require(ok, "table_kernels", table, "None, True or False")
-    _require_flags(options, ("invariant", "adaptive", "non_causal_drafts", "validate"))
+    _require_flags(options, ("invariant", "adaptive", "non_causal_drafts", "validate", "cascade"))
     _require_flags(options, ("quantize_query",), "q_quant")
     if options.context_parallel is not None:
         _check_ranks(options.context_parallel)

@@ -36,9 +36,11 @@ from pageant.cache.quantize import decode
 from pageant.kernels.call import AttentionCall
 from pageant.kernels.cpu import decode_walk as walk
 from pageant.kernels.cpu.common import Array, as_float32, copy, flat, float32_rows, run_shares
-from pageant.plan.work import KEY_BEGIN, KEY_END, REQUEST
+from pageant.plan.work import KEY_BEGIN, KEY_END, QUERY_END, REQUEST
 
-THREAD_READS = 1 << 22  # elements of K and V; below, torch threads still spinning eat the gain
+THREAD_READS = (
+    1 << 22
+)  # elements of K and V, for each row; below, torch threads still spinning eat the gain
 PIECES = 4  # of the work, for each thread
 UNBOUNDED = 1 << 62
 NONE, NO_BYTES = np.empty(0, np.float32), np.empty(0, np.uint8)
@@ -168,7 +170,7 @@ def _too_small(fmt: Format) -> float:
 
 def _shares(call: AttentionCall, items: Array) -> tuple[list[Array], int]:
     """The items in pieces of about equal work, and how many workers they are for."""
-    ends = np.cumsum(items[:, KEY_END] - items[:, KEY_BEGIN])
+    ends = np.cumsum((items[:, KEY_END] - items[:, KEY_BEGIN]) * items[:, QUERY_END])
     heads, size = call.cache.k.shape[2:]
     workers = int(np.count_nonzero(np.diff(call.work.share_start)))
     if workers == 1 or ends[-1] * heads * (size + call.cache.v.shape[3]) < THREAD_READS:

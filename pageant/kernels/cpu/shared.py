@@ -1,0 +1,61 @@
+"""Keys that several requests share, on the CPU: once for all rows of the group.
+
+A row's rows of partial results are later merged as
+
+    lse = ln sum_s e^(lse_s);  out = sum_s e^(lse_s - lse) out_s
+
+so what all parts have in common, the sink, is left out here. ALiBi's bias is slope * (j - p): a
+gathered row stands elsewhere than its token, which moves all its scores, and so its lse, by one
+number.
+
+Rows are gathered and handed out by numpy, in this thread: torch's would spin on the cores that the
+kernel uses next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from pageant.kernels.call import AttentionCall
+from pageant.plan.shared import SharedWork
+
+INTEGERS = {2: torch.int16, 4: torch.int32}
+
+
+def run(kernel: Callable[[AttentionCall], None], shared: SharedWork, call: AttentionCall) -> None:
+    """Compute the shared keys, and leave partial results where the plan wants them.
+
+    Args:
+        kernel: attends to requests.
+        shared: the groups.
+        call: of the requests themselves, whose own keys are computed afterwards.
+    """
+    codes = call.q.view(INTEGERS[call.q.element_size()]).numpy()
+    q = torch.from_numpy(codes[shared.rows]).view(call.q.dtype)
+    out = torch.empty(*q.shape[:2], call.out.shape[2])
+    lse = torch.empty(q.shape[:2])
+    workspace = call.workspace
+    assert workspace.shared is not None
+    kernel(
+        replace(
+            call,
+            q=q,
+            out=out,
+            lse=lse,
+            query_start_loc=shared.query_start_loc,
+            key_lens=shared.key_lens,
+            page_table=shared.page_table,
+            causal=False,
+            draft_mask=None,
+            params=replace(call.params, window=None, sinks=None),
+            work=shared.work,
+            workspace=workspace.shared,
+        )
+    )
+    if call.params.alibi_slopes is not None:
+        lse += shared.moved[:, None] * call.params.alibi_slopes
+    workspace.partial_out.flatten(0, 1).numpy()[shared.slots] = out.numpy()
+    workspace.partial_lse.flatten(0, 1).numpy()[shared.slots] = lse.numpy()
