@@ -51,6 +51,8 @@ class Case:
     splits: int | None = None
     padding: int = 0
     swizzled: bool = False
+    # (an earlier request, tokens) of each: their pages are the first of its own as well.
+    prefixes: tuple[tuple[int, int], ...] = ()
 
     def count_features(self) -> int:
         """How many things beside plain causal attention this case combines."""
@@ -151,7 +153,7 @@ class Problem:
         return out[:real], lse[:real]
 
 
-def build(case: Case, kernels: str = "auto") -> Problem:
+def build(case: Case, kernels: str = "auto", *, cascade: bool = True) -> Problem:
     """Fill a Case with numbers."""
     rng = torch.Generator().manual_seed(case.seed)
     np_rng = np.random.default_rng(case.seed)
@@ -185,16 +187,22 @@ def build(case: Case, kernels: str = "auto") -> Problem:
             draft_masks=case.drafts is not None,
         ),
         pageant.Options(
-            kernels=kernels, speculative_tokens=case.speculative, debug_splits=case.splits
+            kernels=kernels,
+            speculative_tokens=case.speculative,
+            debug_splits=case.splits,
+            cascade=cascade,
         ),
     )
     cache = _poisoned_cache(case, attn, num_pages=pages)
+    pools = [
+        _stored(case, side, pages, scale, rng)
+        for side, scale in ((0, layer.k_scale), (1, layer.v_scale))
+    ]
     outs, lses, start = [], [], 0
     for request, (m, _) in enumerate(case.lengths):
         mask = _mask(case, request, drafts[request])
         stored = [
-            _fill(case, cache, side, table[request], mask, scale, rng)
-            for side, scale in ((0, layer.k_scale), (1, layer.v_scale))
+            _fill(case, cache, side, table[request], mask, pool) for side, pool in enumerate(pools)
         ]
         out, lse = reference.attend(
             q[start : start + m].double(), *stored, mask, _params(case, layer)
@@ -280,9 +288,12 @@ def _tables(case: Case, rng: np.random.Generator) -> tuple[int, list[list[int]]]
     pool = sum(counts) + 3
     ids = iter(rng.permutation(pool).tolist())
     width = max(counts, default=0) + 1
-    table = []
-    for (m, n), count in zip(case.lengths, counts, strict=True):
-        row = [next(ids) for _ in range(count)] + [NO_SUCH_PAGE] * (width - count)
+    owned, table = [[next(ids) for _ in range(count)] for count in counts], []
+    for pages, (parent, tokens) in zip(owned, case.prefixes, strict=False):
+        common = min(tokens // case.page_size, len(pages), len(owned[parent]))
+        pages[:common] = owned[parent][:common]
+    for (m, n), count, pages in zip(case.lengths, counts, owned, strict=True):
+        row = pages + [NO_SUCH_PAGE] * (width - count)
         unseen = 0 if case.window is None else max(0, n - m - case.window + 1) // case.page_size
         row[:unseen] = [-5] * unseen
         table.append(row if m else [-9] * width)
@@ -313,39 +324,44 @@ def _poisoned_cache(case: Case, attn: pageant.Attention, num_pages: int) -> page
     return cache
 
 
+Stored = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+
+
+def _stored(case: Case, side: int, pages: int, scale: Any, rng: torch.Generator) -> Stored:
+    """Random rows for every slot: codes, scales, and float64 [slots, Hkv, D] as they read back."""
+    fmt = resolve(case.format, case.dtype)
+    dim = (case.head_dim, case.v_head_dim)[side]
+    rows = torch.randn(pages * case.page_size, case.kv_heads, dim, generator=rng)
+    codes, scales = quantize(rows, fmt.name, scale)
+    return codes, scales, dequantize(codes, scales, fmt.name, scale).double()
+
+
 def _fill(
     case: Case,
     cache: pageant.LayerCache,
     side: int,
     pages: list[int],
     mask: torch.Tensor,
-    scale: Any,
-    rng: torch.Generator,
+    stored: Stored,
 ) -> torch.Tensor:
-    """Write random rows where some query row looks; float64 [n, Hkv, D] as they read back."""
-    n = mask.shape[1]
-    fmt = resolve(case.format, case.dtype)
-    dim = (case.head_dim, case.v_head_dim)[side]
-    rows = torch.randn(n, case.kv_heads, dim, generator=rng)
-    codes, scales = quantize(rows, fmt.name, scale)
-    values = dequantize(codes, scales, fmt.name, scale).double()
-    view, stored, is_swizzled = cache.sides[side]
-    for key in range(n):
+    """Write rows where some query row looks; float64 [n, Hkv, D] as they read back."""
+    codes, scales, whole = stored
+    values = torch.zeros(mask.shape[1], *whole.shape[1:], dtype=torch.float64)
+    view, own_scales, is_swizzled = cache.sides[side]
+    for key in mask.any(0).nonzero().flatten().tolist():
         page, row = pages[key // case.page_size], key % case.page_size
-        if not mask[:, key].any():
-            values[key] = 0.0
-            continue
-        view[page, row] = codes[key]
+        slot = page * case.page_size + row
+        values[key] = whole[slot]
+        view[page, row] = codes[slot]
         if scales is None:
             continue
         if is_swizzled:
             quarter = scales.shape[2] // 4
             for s in range(scales.shape[2]):
-                stored[page, row // 4 * 4 + s // quarter, :, s % quarter * 4 + row % 4] = scales[
-                    key, :, s
-                ]
+                at = own_scales[page, row // 4 * 4 + s // quarter, :, s % quarter * 4 + row % 4]
+                at[:] = scales[slot, :, s]
         else:
-            stored[page, row] = scales[key]
+            own_scales[page, row] = scales[slot]
     return values
 
 

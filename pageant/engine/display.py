@@ -85,6 +85,7 @@ def figures(report: Report) -> Table:
         "time to first token, p50 / p95": _milliseconds(first, report.first_token_p95_s),
         "inter-token latency, p50 / p95": _milliseconds(inter, report.inter_token_p95_s),
         "pages used at peak": f"{report.peak_pages} of {report.num_pages}",
+        "pages computed once for several": f"{report.peak_shared_pages} at peak",
         "prefix-cache hits": f"{report.prefix_hit_tokens} tokens",
         "preemptions": f"{report.preemptions}",
     }

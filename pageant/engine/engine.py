@@ -157,7 +157,7 @@ class Engine:
         sampling = [work for work in works if work.samples]
         samplers = [self._outlets[work.request.id].sampler for work in sampling]
         finished = self._take(sampling, choose_tokens(logits, samplers))
-        self.metrics.stepped(time.perf_counter() - started, pages)
+        self.metrics.stepped(time.perf_counter() - started, pages, self._runner.shared_pages)
         return finished
 
     def generate(

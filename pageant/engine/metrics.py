@@ -22,6 +22,7 @@ class Report:
         first_token_p50_s, first_token_p95_s: from a request's arrival to its first token.
         inter_token_p50_s, inter_token_p95_s: from each token to the next of the same request.
         peak_pages, num_pages: pages owned at the most, and in the pool.
+        peak_shared_pages: pages at the most whose keys a step computed once for several requests.
         prefix_hit_tokens: prompt tokens found in the prefix cache.
         preemptions: times a request lost its pages.
     """
@@ -36,6 +37,7 @@ class Report:
     inter_token_p95_s: float | None
     peak_pages: int
     num_pages: int
+    peak_shared_pages: int
     prefix_hit_tokens: int
     preemptions: int
 
@@ -48,6 +50,7 @@ class Metrics:
     generated_tokens: int = 0
     seconds: float = 0.0
     peak_pages: int = 0
+    peak_shared_pages: int = 0
     first_token_s: list[float] = field(default_factory=list)
     inter_token_s: list[float] = field(default_factory=list)
     _last_token_at: dict[int, float] = field(default_factory=dict)
@@ -57,10 +60,11 @@ class Metrics:
         self.prompt_tokens += prompt_tokens
         self._last_token_at[request_id] = time.perf_counter()
 
-    def stepped(self, seconds: float, pages: int) -> None:
-        """A step took `seconds` while requests owned `pages`."""
+    def stepped(self, seconds: float, pages: int, shared_pages: int = 0) -> None:
+        """A step took `seconds` while requests owned `pages`, and shared the work of some."""
         self.seconds += seconds
         self.peak_pages = max(self.peak_pages, pages)
+        self.peak_shared_pages = max(self.peak_shared_pages, shared_pages)
 
     def sampled(self, request_id: int, *, is_first: bool, is_last: bool) -> None:
         """A token of a request became known."""
@@ -87,6 +91,7 @@ class Metrics:
             inter_token_p95_s=inter_p95,
             peak_pages=self.peak_pages,
             num_pages=num_pages,
+            peak_shared_pages=self.peak_shared_pages,
             prefix_hit_tokens=prefix_hit_tokens,
             preemptions=preemptions,
         )

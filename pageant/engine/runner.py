@@ -23,7 +23,12 @@ class Runner:
         attention, cache: built for the model's shape and layers.
         layers: one Layer for each layer of the model.
         page_size: tokens a page.
+
+    Attributes:
+        shared_pages: pages whose keys the latest step computed once for several requests.
     """
+
+    shared_pages = 0
 
     def __init__(
         self,
@@ -48,6 +53,9 @@ class Runner:
         """
         inputs = StepInputs(works, self.page_size)
         plan = self.attention.plan(inputs.batch(self.device))
+        self.shared_pages = max(
+            sum(len(prefix.pages) for prefix in prefixes) for prefixes in plan.shared.values()
+        )
         last_rows = inputs.query_start_loc[1:] - 1
         sampling_rows = last_rows[[work.samples for work in works]]
         output = self.model(

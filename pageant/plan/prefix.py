@@ -151,16 +151,16 @@ def check_hint(hint: IntArray, page_table: IntArray, key_lens: IntArray, page_si
         page_size: tokens a page.
     """
     claimed = hint // page_size
-    width = int(claimed.max(initial=0))
+    width = min(int(claimed.max(initial=0)), page_table.shape[1])
     shared = np.zeros_like(claimed)
     if width > 0:
-        columns = np.arange(min(width, page_table.shape[1]))
+        columns = np.arange(width)
         nobody = -(1 << 40) - np.arange(len(hint))[:, None]  # equals no other request's page
         full = columns < (key_lens // page_size)[:, None]
-        table = np.where(full, page_table[:, : len(columns)].astype(np.int64), nobody)
+        table = np.where(full, page_table[:, :width].astype(np.int64), nobody)
         order = np.lexsort(table.T[::-1])  # a request's closest kin is its neighbour
         differs = table[order[1:]] != table[order[:-1]]
-        same = np.where(differs.any(axis=1), differs.argmax(axis=1), len(columns))
+        same = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
         shared[order[1:]] = same
         shared[order[:-1]] = np.maximum(shared[order[:-1]], same)
     wrong = (hint < 0) | (claimed > shared)
