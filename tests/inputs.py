@@ -153,7 +153,7 @@ class Problem:
         return out[:real], lse[:real]
 
 
-def build(case: Case, kernels: str = "auto", *, cascade: bool = True) -> Problem:
+def build(case: Case, kernels: str = "auto") -> Problem:
     """Fill a Case with numbers."""
     rng = torch.Generator().manual_seed(case.seed)
     np_rng = np.random.default_rng(case.seed)
@@ -187,10 +187,7 @@ def build(case: Case, kernels: str = "auto", *, cascade: bool = True) -> Problem
             draft_masks=case.drafts is not None,
         ),
         pageant.Options(
-            kernels=kernels,
-            speculative_tokens=case.speculative,
-            debug_splits=case.splits,
-            cascade=cascade,
+            kernels=kernels, speculative_tokens=case.speculative, debug_splits=case.splits
         ),
     )
     cache = _poisoned_cache(case, attn, num_pages=pages)

@@ -15,7 +15,7 @@ def test_report(monkeypatch: pytest.MonkeyPatch) -> None:
     record.arrived(1, prompt_tokens=5)
     for now, request in ((2.0, 0), (3.0, 1), (5.0, 0), (10.0, 1)):
         record.sampled(request, is_first=now < 4, is_last=now > 4)
-    record.stepped(seconds=1.5, pages=3)
+    record.stepped(seconds=1.5, pages=3, shared_pages=2)
     record.stepped(seconds=0.5, pages=2)
 
     report = record.report(num_pages=9, prefix_hit_tokens=4, preemptions=1)
@@ -24,6 +24,7 @@ def test_report(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (report.first_token_p50_s, report.first_token_p95_s) == (2.0, 2.0)
     assert (report.inter_token_p50_s, report.inter_token_p95_s) == (5.0, pytest.approx(6.8))
     assert (report.peak_pages, report.num_pages) == (3, 9)
+    assert report.peak_shared_pages == 2
     assert (report.prefix_hit_tokens, report.preemptions) == (4, 1)
 
 
