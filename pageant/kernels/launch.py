@@ -48,7 +48,6 @@ def launch(
                 work=work,
                 workspace=plan.planner.workspace,
             )
-            kernel, shared = load(row), buffers.shared.get(params.window)
-            if phase == "decode" and shared is not None:
-                load_shared(row)(kernel, shared, call)
-            kernel(call)
+            for shared in buffers.shared.get(params.window, ()) if phase == "decode" else ():
+                load_shared(row)(load(rows[shared.phase]), shared, call)
+            load(row)(call)

@@ -53,7 +53,7 @@ class PlanBuffers:
 
     work: dict[tuple[str, int | None], WorkList]
     memory: CopyMemory
-    shared: dict[int | None, SharedWork] = field(default_factory=dict)
+    shared: dict[int | None, tuple[SharedWork, ...]] = field(default_factory=dict)
     generation: int = -1
     split: Split = Split(0, 0, 0, 0)
     real_tokens: int = 0

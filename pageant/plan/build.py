@@ -13,7 +13,7 @@ from pageant.plan.copies import CopyMemory
 from pageant.plan.mistakes import Lens, check_host, check_values, lens_of
 from pageant.plan.pages import PageUse, page_use
 from pageant.plan.prefix import SharedPrefix, check_hint, shared_prefixes
-from pageant.plan.shared import parts_of, share
+from pageant.plan.shared import by_phase, parts_of, share
 from pageant.plan.split import Split, split_decodes_and_prefills
 from pageant.plan.work import Lengths, fill_decode, fill_prefill
 from pageant.select.answer import Explanation
@@ -45,7 +45,9 @@ class Plan:
     def shared(self) -> dict[int | None, tuple[SharedPrefix, ...]]:
         """For each window of the layers: which requests' keys are computed once, and how many."""
         return {
-            window: shared.prefixes if (shared := self.buffers.shared.get(window)) else ()
+            window: tuple(
+                prefix for part in self.buffers.shared.get(window, ()) for prefix in part.prefixes
+            )
             for window in self.planner.features.windows
         }
 
@@ -162,8 +164,9 @@ class Planner:
         fill_decode(work, decode, window, self.options.debug_splits)
         if prefixes:
             starts = np.concatenate([[0], np.cumsum(decode.query_lens)])
-            buffers.shared[window] = share(
-                prefixes, starts, decode.key_lens, work, self.decode_threshold
+            buffers.shared[window] = tuple(
+                share(phase, some, starts, decode.key_lens, work, self.decode_threshold)
+                for phase, some in by_phase(prefixes, decode.query_lens)
             )
 
     def _prefixes(

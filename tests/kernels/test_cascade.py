@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 import pageant
 from pageant.cache.formats import FORMATS
-from pageant.plan import prefix
+from pageant.plan import prefix, shared
 from tests.inputs import BOUNDS, Case, Problem, assert_close, build, cases
 
 
 @pytest.fixture
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Share whatever can be shared."""
+    """Share whatever can be shared, in matrices from four rows on."""
+    monkeypatch.setattr(shared, "MANY_ROWS", 4)
     monkeypatch.setattr(prefix, "RULES", (prefix.Rule(members=2, tokens=1, because="a test"),))
     monkeypatch.setattr(prefix, "LEAST_SAVED", 0)
 
@@ -93,6 +94,8 @@ def prove(dtype: torch.dtype, examples: int, most_keys: int = 70) -> None:
         ):
             assert_close(out, answers[0], bound)
             assert_close(lse, answers[1], bound)
+        works = problem.attn.plan(problem.batch).buffers.shared.get(case.window, ())
+        seen.update(work.phase for work in works)
         levels = 1 + max((group.level for group in groups), default=-1)
         event(f"levels: {levels}")
         seen.update(["all"], shared=levels > 0, nested=levels > 1)
@@ -102,7 +105,7 @@ def prove(dtype: torch.dtype, examples: int, most_keys: int = 70) -> None:
     equal()
     assert seen["combined"] >= seen["all"] / 4, seen
     if examples >= 300:
-        assert min(seen["nested"], seen["several"]) > 0, seen
+        assert min(seen[what] for what in ("nested", "several", "decode", "prefill")) > 0, seen
 
 
 @pytest.mark.usefixtures("_always")
@@ -184,10 +187,10 @@ def test_output_in_the_memory_of_the_queries() -> None:
 @pytest.mark.usefixtures("_always")
 def test_shared_keys_are_read_by_the_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Poisoning what the plan says is shared, after the shared part ran, changes nothing."""
-    from pageant.kernels.cpu import shared
+    from pageant.kernels.cpu import shared as kernel_of_shared
 
     problem = build(family())
-    plain = shared.run
+    plain = kernel_of_shared.run
 
     def poisoned(kernel: Any, work: Any, call: Any) -> None:
         plain(kernel, work, call)
@@ -195,7 +198,7 @@ def test_shared_keys_are_read_by_the_group_alone(monkeypatch: pytest.MonkeyPatch
             call.cache.k[list(group.pages)] = torch.nan
             call.cache.v[list(group.pages)] = torch.nan
 
-    monkeypatch.setattr(shared, "run", poisoned)
+    monkeypatch.setattr(kernel_of_shared, "run", poisoned)
     out, _ = problem.run()
     assert_close(out, problem.expected_out, 1e-5)
     assert problem.cache.k.isnan().any()
