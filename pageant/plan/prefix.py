@@ -18,7 +18,6 @@ from pageant.types import bad
 IntArray = np.ndarray[Any, Any]
 
 LEVELS = 3  # of nested groups: a system prompt, a conversation, samples of its next turn
-LEAST_SAVED = 2048  # keys; below, a second launch (0.15 ms) costs more than reading them again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +29,15 @@ class Rule:
     because: str
 
 
-# A group is shared if any rule says so. Measured on two cores of an AMD EPYC: a key that need not
-# be read again saves 0.15 us (32/8 heads of 128, bfloat16; 9/3 of 64, float32), a member more to
-# merge costs 3 us, a group 20 us.
+# A group is shared if any rule says so. What the plain path takes, by what sharing takes, was
+# measured on two cores of an AMD EPYC for 32/8 heads of 128 in bfloat16, and 9/3 of 64 in float32.
+# With half the tokens sharing loses on at least one of them; 32 members of 992 tokens are 1.3 and
+# 1.9 times as fast here, and more where a key/value head has fewer query heads.
 RULES: tuple[Rule, ...] = (
-    Rule(members=2, tokens=512, because="saves one reading of the keys: 77 us for 26 us"),
-    Rule(members=4, tokens=128, because="saves three readings: 58 us for 32 us"),
-    Rule(members=8, tokens=64, because="saves seven readings: 67 us for 44 us"),
+    Rule(members=2, tokens=2048, because="1.1 and 1.0 times as fast; 512 tokens: 0.9 and 0.8"),
+    Rule(members=4, tokens=1024, because="1.0 and 1.3 times as fast; 512 tokens: 0.7 and 0.9"),
+    Rule(members=8, tokens=512, because="1.0 and 1.5 times as fast; 256 tokens: 1.0 and 1.1"),
+    Rule(members=16, tokens=256, because="1.0 and 1.4 times as fast; 64 tokens: 0.9 and 0.7"),
 )
 
 
@@ -57,11 +58,6 @@ class SharedPrefix:
     first_key: int
     num_keys: int
     pages: tuple[int, ...]
-
-    @property
-    def saved_keys(self) -> int:
-        """Keys that need not be read a second time."""
-        return (len(self.requests) - 1) * self.num_keys
 
 
 def shared_prefixes(
@@ -105,15 +101,13 @@ def shared_prefixes(
             longer = group[pages[group] > end]
             if len(longer) > 1 and next_level < LEVELS:
                 waiting.append((longer, end, first, next_level))
-    if sum(prefix.saved_keys for prefix in found) < LEAST_SAVED:
-        return ()
     return tuple(sorted(found, key=lambda prefix: (prefix.level, prefix.requests)))
 
 
 def is_worth(members: int, tokens: int) -> bool:
     """Whether a rule says that computing so many common tokens once pays.
 
-    >>> is_worth(2, 511), is_worth(2, 512), is_worth(32, 64)
+    >>> is_worth(2, 2047), is_worth(2, 2048), is_worth(32, 256)
     (False, True, True)
     """
     return any(members >= rule.members and tokens >= rule.tokens for rule in RULES)

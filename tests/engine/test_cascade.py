@@ -21,6 +21,7 @@ ship called Patience." She laughed, lit the lamp, and told him. Here is what she
 captain had a daughter who could hear fog coming, long before anyone saw it. When she said a word,
 the crew would turn the wheel, and so they never struck a rock. One spring she fell in love with a
 man from the hills, who"""
+TEXT = " ".join([TEXT] * 3)
 
 
 def engine(smollm2: LoadedModel, *, cascade: bool, prefix_cache: bool = True) -> Engine:
@@ -32,6 +33,7 @@ def engine(smollm2: LoadedModel, *, cascade: bool, prefix_cache: bool = True) ->
 def prompts(smollm2: LoadedModel) -> list[list[int]]:
     """One text, and as many ends as samples."""
     start = smollm2.tokenizer(TEXT).input_ids
+    assert len(start) > 512
     ends = [smollm2.tokenizer(f" had {number} goats. They").input_ids for number in range(SAMPLES)]
     return [start + end for end in ends]
 

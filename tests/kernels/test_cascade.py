@@ -22,7 +22,6 @@ def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Share whatever can be shared, in matrices from four rows on."""
     monkeypatch.setattr(shared, "MANY_ROWS", 4)
     monkeypatch.setattr(prefix, "RULES", (prefix.Rule(members=2, tokens=1, because="a test"),))
-    monkeypatch.setattr(prefix, "LEAST_SAVED", 0)
 
 
 @st.composite
@@ -58,7 +57,7 @@ def families(draw: Any, dtype: torch.dtype, most_keys: int = 70) -> Case:
         lengths=tuple(lengths),
         prefixes=tuple(zip(parents, tokens, strict=True)),
         causal=causal,
-        window=draw(st.one_of(st.none(), st.none(), st.integers(30, 90))),
+        window=draw(st.one_of(st.none(), st.none(), st.integers(most_keys // 2, most_keys + 20))),
     )
 
 
@@ -103,7 +102,7 @@ def prove(dtype: torch.dtype, examples: int, most_keys: int = 70) -> None:
         seen.update(combined=levels > 0 and case.count_features() >= 3)
 
     equal()
-    assert seen["combined"] >= seen["all"] / 4, seen
+    assert seen["combined"] >= (seen["all"] / 5 if examples >= 300 else 1), seen
     if examples >= 300:
         assert min(seen[what] for what in ("nested", "several", "decode", "prefill")) > 0, seen
 

@@ -21,7 +21,6 @@ PAGE = 4
 @pytest.fixture
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix, "RULES", (Rule(members=2, tokens=1, because="a test"),))
-    monkeypatch.setattr(prefix, "LEAST_SAVED", 0)
 
 
 def found(table, visible, page_size=PAGE):
@@ -124,10 +123,10 @@ def test_as_by_brute_force(case):
 
 
 def test_what_is_not_worth_it_at_one_level_counts_at_the_next():
-    first = [[0, *range(10, 10 + 70)]] * 3
-    second = [[0, *range(100, 100 + 70)]] * 3
-    groups = found(np.array(first + second), [71 * 16] * 6, page_size=16)
-    assert groups == [((0, 1, 2), 0, 71 * 16), ((3, 4, 5), 0, 71 * 16)]
+    first = [[0, *range(10, 10 + 70)]] * 4
+    second = [[0, *range(100, 100 + 70)]] * 4
+    groups = found(np.array(first + second), [71 * 16] * 8, page_size=16)
+    assert groups == [((0, 1, 2, 3), 0, 71 * 16), ((4, 5, 6, 7), 0, 71 * 16)]
 
 
 def test_a_group_too_small_for_any_rule():

@@ -13,7 +13,7 @@ import pageant
 from pageant import Batch
 from tests.inputs import assert_close
 
-PAGE = 1024
+PAGE = 2048
 TABLE = [[7, 8, 1], [7, 8, 2], [5, 3]]
 LENS = [2 * PAGE + 100, 3 * PAGE, 2 * PAGE]
 
@@ -107,6 +107,6 @@ def test_a_hint_that_was_right_is_checked_again():
     plan = attn.plan(hinted)
     hinted.page_table[1, 0] = 6
     for again in (plan.check, lambda: attn.update(plan)):
-        with pytest.raises(pageant.ArgumentError, match=r"shared_prefix_lens\[0\] is 2048"):
+        with pytest.raises(pageant.ArgumentError, match=r"shared_prefix_lens\[0\] is 4096"):
             again()
     attn.update(attn.plan(replace(hinted, shared_prefix_lens=None)))
