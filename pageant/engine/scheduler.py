@@ -46,13 +46,9 @@ class StepLimits:
 
 @dataclass(frozen=True)
 class Work:
-    """One request's part of a step.
+    """One request's part of a step: its tokens start .. start + num_tokens - 1 are computed.
 
-    Attributes:
-        request: whose tokens start .. start + num_tokens - 1 are computed.
-        start, num_tokens: see there.
-        drafts: guesses at the tokens after those, computed with them. Only where the request's last
-            token is all there is to compute.
+    Where that is its last token alone, guesses at the next, its drafts, are computed with it.
     """
 
     request: Request

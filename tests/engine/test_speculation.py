@@ -203,11 +203,10 @@ def test_a_stop_token_among_accepted_drafts_ends_the_text_there(
 
 def test_texts_of_a_real_model(smollm2: LoadedModel) -> None:
     prompts = [
-        COUNTING,
         "The cat sat on the mat. The dog sat on the log. The cat sat on the",
         "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return",
     ]
-    sampling = Sampling(max_new_tokens=24)
+    sampling = Sampling(max_new_tokens=16)
     expected = Engine(*smollm2).generate(prompts, sampling)
     engine = Engine(*smollm2, EngineConfig(chunk_size=8, speculative_tokens=4))
     assert engine.generate(prompts, sampling) == expected
