@@ -19,7 +19,10 @@ from pageant.cache.out_scales import OutScales, SwizzledScales, in_tiles
 from pageant.cache.quantize import encode
 from pageant.plan.inputs import LayerParams
 
-PIECE = 1 << 18  # elements at a time, so that what is computed on the way stays small
+# Elements at a time, so that what is computed on the way stays small. Torch shares operations on
+# more than 1 << 15 among its threads; those spin for a while after, which few rows are not worth.
+PIECE, SHARED_PIECE = 1 << 15, 1 << 18
+MANY = 1 << 20  # elements of all rows, from which on threads are
 
 
 def quantize_out(
@@ -33,7 +36,8 @@ def quantize_out(
         scales: of nvfp4, e4m3 [>= T, Hq * Dv / 16] or swizzled; None for fp8.
         params: out_format and out_scale.
     """
-    step = max(1, PIECE // max(1, rows[:1].numel()))
+    piece_size = PIECE if rows.numel() < MANY else SHARED_PIECE
+    step = max(1, piece_size // max(1, rows[:1].numel()))
     for first in range(0, rows.shape[0], step):
         piece = rows[first : first + step]
         here = slice(first, first + piece.shape[0])

@@ -53,7 +53,7 @@ def define(rows: Array, out_format: str, out_scale: float) -> tuple[Array, Array
     with np.errstate(all="ignore"):
         if out_format == "fp8_e4m3":
             return to_e4m3(rows / scale), np.zeros((len(rows), 0), np.uint8)
-        y = (rows * scale).reshape(len(rows), rows[0].size // 16, 16)
+        y = (rows * scale).reshape(len(rows), rows.shape[1] * rows.shape[2] // 16, 16)
         assert y.dtype == np.float32
         sf = to_e4m3(np.abs(y).max(-1) / np.float32(6))
         return codes_of(y, sf).reshape(*rows.shape[:2], rows.shape[2] // 2), sf
@@ -112,7 +112,7 @@ class Room:
         assert (out[tokens:] == UNTOUCHED).all()
         if self.scales is None:
             return out[:tokens], np.zeros((tokens, 0), np.uint8)
-        scales, blocks = self.scales.view(torch.uint8).numpy(), out[0].size // 8 if out.size else 0
+        scales, blocks = self.scales.view(torch.uint8).numpy(), out.shape[1] * out.shape[2] // 8
         first = 0
         if self.start_row is not None:
             rows, columns = scales.shape
@@ -221,7 +221,10 @@ def asked(draw: Any, dtype: torch.dtype) -> Asked:
 
 
 def run(asked: Asked, kernels: str = "auto") -> tuple[Problem, Array, Array]:
-    """Bytes of the codes and the scales, what is not the batch's checked to be left alone."""
+    """Bytes of the codes and the scales: the definition of rows that are within the bounds.
+
+    What is not the batch's is checked to be left alone.
+    """
     problem = build(asked.case, kernels)
     attn = problem.attn
     features = replace(attn.features, out_formats=(asked.out_format,))
@@ -243,9 +246,15 @@ def run(asked: Asked, kernels: str = "auto") -> tuple[Problem, Array, Array]:
         return_lse=True,
     )
     assert out is room.out
-    tokens = len(problem.expected_out)
-    assert_close(lse[:tokens], problem.expected_lse, BOUNDS[asked.case.dtype])
-    return problem, *room.read(tokens)
+    tokens, bound = len(problem.expected_out), BOUNDS[asked.case.dtype]
+    assert_close(lse[:tokens], problem.expected_lse, bound)
+    codes, scales = room.read(tokens)
+    finished = attn._planner.workspace.finished[:tokens]
+    assert_close(finished, problem.expected_out, bound)
+    want_codes, want_scales = define(finished.numpy(), asked.out_format, asked.out_scale)
+    assert (codes == want_codes).all()
+    assert (scales == want_scales).all()
+    return problem, codes, scales
 
 
 def check_rounded(asked: Asked, want: torch.Tensor, codes: Array, scales: Array) -> int:
@@ -279,7 +288,7 @@ def check_rounded(asked: Asked, want: torch.Tensor, codes: Array, scales: Array)
 
 
 def prove(dtype: torch.dtype, kernels: str) -> None:
-    seen: Counter[Any] = Counter()
+    seen: Counter[str] = Counter()
 
     @settings(
         max_examples=100,
@@ -288,17 +297,12 @@ def prove(dtype: torch.dtype, kernels: str) -> None:
     @given(asked(dtype))
     def equal(asked: Asked) -> None:
         problem, codes, scales = run(asked, kernels)
-        seen["certain"] += check_rounded(asked, problem.expected_out, codes, scales)
-        seen["elements"] += problem.expected_out.numel()
+        check_rounded(asked, problem.expected_out, codes, scales)
         seen["combined"] += asked.case.count_features() >= 3
         seen["cases"] += 1
-        seen[asked.case.format, asked.out_format] += 1
 
     equal()
     assert seen["combined"] >= seen["cases"] / 2
-    # Many elements have one right code whatever the error within the bound: the check can fail.
-    least = {torch.float32: 0.97, torch.float16: 0.5, torch.bfloat16: 0.25}[dtype]
-    assert seen["certain"] >= least * seen["elements"]
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
