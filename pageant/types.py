@@ -122,7 +122,7 @@ class Layer:
         alibi_slopes: float32 [Hq] on the device: adds ``slope * (key - query position)``.
         q_scale: multiplies scores if the query given to ``run`` is quantised.
         k_scale, v_scale: read factors of a quantised cache, 1 for others.
-        out_scale: scale of a quantised output.
+        out_scale: of a quantised output: fp8 is divided by it, nvfp4 multiplied.
         out_format: "model", "fp8_e4m3" or "nvfp4".
         shares_cache: this layer reads another layer's cache and never writes.
 

@@ -20,15 +20,18 @@ class Workspace:
     Attributes:
         partial_out: float32 [partials, rows, Hq, Dv].
         partial_lse: float32 [partials, rows, Hq], natural log.
+        finished: float32 [max_tokens, Hq, Dv], rows before they are quantised; empty if no layer
+            has a quantised output.
     """
 
     partial_out: torch.Tensor
     partial_lse: torch.Tensor
+    finished: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
     @property
     def num_bytes(self) -> int:
         """Bytes allocated."""
-        return self.partial_out.nbytes + self.partial_lse.nbytes
+        return self.partial_out.nbytes + self.partial_lse.nbytes + self.finished.nbytes
 
 
 @dataclass
@@ -75,7 +78,13 @@ def make_work(
 
 
 def make_workspace(
-    shape: Shape, limits: Limits, options: Options, decode_threshold: int, workers: int
+    shape: Shape,
+    limits: Limits,
+    features: Features,
+    options: Options,
+    device: torch.device,
+    decode_threshold: int,
+    workers: int,
 ) -> Workspace:
     """Room for the partial results of any batch within the limits.
 
@@ -84,5 +93,13 @@ def make_workspace(
     partials = 2 * (workers - 1)
     if options.debug_splits is not None:
         partials = limits.max_requests * options.debug_splits
-    lse = torch.empty(partials, decode_threshold, shape.num_q_heads, dtype=torch.float32)
-    return Workspace(lse.new_empty(*lse.shape, shape.value_dim), lse)
+    quantizes = any(name != "model" for name in features.out_formats)
+    with torch.inference_mode(False):  # else only inference mode could write to it
+        lse = torch.empty(partials, decode_threshold, shape.num_q_heads, dtype=torch.float32)
+        return Workspace(
+            lse.new_empty(*lse.shape, shape.value_dim),
+            lse,
+            lse.new_empty(
+                limits.max_tokens * quantizes, shape.num_q_heads, shape.value_dim, device=device
+            ),
+        )

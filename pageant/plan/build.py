@@ -74,7 +74,9 @@ class Planner:
                 )
                 for _ in range(options.plan_slots)
             ]
-            self.workspace = make_workspace(shape, limits, options, decode_threshold, workers)
+            self.workspace = make_workspace(
+                shape, limits, features, options, device, decode_threshold, workers
+            )
         except (MemoryError, RuntimeError):  # numpy's error and torch's
             allowed = (
                 "bounds whose buffers fit in memory; plan_slots and debug_splits multiply them"

@@ -11,15 +11,8 @@ import torch
 from pageant.cache.formats import Format
 from pageant.cache.pages import LayerCache
 from pageant.plan.batch import Batch
-from pageant.plan.tensors import (
-    check_tensor,
-    check_writable,
-    overlaps_itself,
-    rows_meet,
-    same_memory,
-    spans_meet,
-)
-from pageant.types import Features, Layer, Scalar, Shape, bad
+from pageant.plan.tensors import check_tensor
+from pageant.types import Features, Layer, OutFormat, Scalar, Shape, bad
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 PLAIN = Layer()
@@ -32,7 +25,8 @@ class LayerParams:
     Attributes:
         score_scale: factor on q·k: scale, and q_scale and k_scale where those are quantised.
         value_scale: factor on the output: v_scale if the cache is quantised.
-        window, soft_cap, sinks, alibi_slopes: as in Layer.
+        window, soft_cap, sinks, alibi_slopes, out_format: as in Layer.
+        out_scale: as in Layer; 1 for outputs that are not quantised.
     """
 
     score_scale: float
@@ -41,6 +35,8 @@ class LayerParams:
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
+    out_format: OutFormat = "model"
+    out_scale: float = 1.0
 
 
 def check_new_rows(
@@ -48,7 +44,7 @@ def check_new_rows(
 ) -> None:
     """Raise unless k is [>= T, Hkv, D] and v [>= T, Hkv, Dv], model dtype, any strides."""
     for name, x, dim in (("k", k, shape.head_dim), ("v", v, shape.value_dim)):
-        _check_rows(name, x, (num_tokens, shape.num_kv_heads, dim), (shape.dtype,), device)
+        check_rows(name, x, (num_tokens, shape.num_kv_heads, dim), (shape.dtype,), device)
 
 
 def check_unpaged(
@@ -67,47 +63,22 @@ def check_unpaged(
     check_new_rows(k, v, shape, num_rows, device)
 
 
-def check_query_rows(
-    q: torch.Tensor, out: torch.Tensor | None, shape: Shape, num_tokens: int, device: torch.device
-) -> None:
-    """Raise unless q is [>= T, Hq, D], model dtype or fp8, and out, if given, [>= T, Hq, Dv]."""
-    rows: list[tuple[str, torch.Tensor, int, tuple[torch.dtype, ...]]]
-    rows = [("q", q, shape.head_dim, (shape.dtype, *FP8_DTYPES))]
-    if out is not None:
-        rows.append(("out", out, shape.value_dim, (shape.dtype,)))
-    for name, x, dim, dtypes in rows:
-        _check_rows(name, x, (num_tokens, shape.num_q_heads, dim), dtypes, device)
-        if x.stride(-1) != 1:
-            raise bad(name, f"content stride {x.stride(-1)}", "content stride 1")
+def check_query(q: torch.Tensor, shape: Shape, num_tokens: int, device: torch.device) -> None:
+    """Raise unless q is [>= T, Hq, D], model dtype or fp8."""
+    least = (num_tokens, shape.num_q_heads, shape.head_dim)
+    check_rows("q", q, least, (shape.dtype, *FP8_DTYPES), device)
+    if q.stride(-1) != 1:
+        raise bad("q", f"content stride {q.stride(-1)}", "content stride 1")
 
 
-def check_out(out: torch.Tensor, q: torch.Tensor, cache: LayerCache, params: LayerParams) -> None:
-    """Raise unless writing `out` changes nothing that is still to be read, and writes no row twice.
-
-    It may be q itself: same memory, same strides. Otherwise it shares no element with q, and lies
-    outside the memory from the first to the last byte of anything else.
-    """
-    check_writable("out", out)
-    if overlaps_itself(out):
-        raise bad("out", f"a tensor of strides {out.stride()}", "rows that do not overlap")
-    if not same_memory(out, q) and rows_meet(out, q):
-        raise bad("out", "a part of q's memory", "q itself, or memory of its own")
-    others = {
-        "cache": (cache.k, cache.v, cache.k_scales, cache.v_scales),
-        "layer": (params.sinks, params.alibi_slopes),
-    }
-    for name, tensors in others.items():
-        if any(x is not None and spans_meet(out, x) for x in tensors):
-            raise bad("out", f"inside the {name}'s memory", "memory of its own")
-
-
-def _check_rows(
+def check_rows(
     name: str,
     x: torch.Tensor,
     least: tuple[int, int, int],
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
+    """Raise unless `x` is of one of the types and three sizes, the first perhaps larger."""
     check_tensor(name, x, dtypes, device=device)
     if x.dim() != 3 or tuple(x.shape[1:]) != least[1:] or x.shape[0] < least[0]:
         raise bad(name, list(x.shape), f"[at least {least[0]}, {least[1]}, {least[2]}]")
@@ -185,6 +156,10 @@ def resolve_layer(
         soft_cap=layer.soft_cap,
         sinks=layer.sinks,
         alibi_slopes=layer.alibi_slopes,
+        out_format=layer.out_format,
+        out_scale=1.0
+        if layer.out_format == "model"
+        else _number("layer.out_scale", layer.out_scale),
     )
 
 
