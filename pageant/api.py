@@ -11,6 +11,7 @@ import torch
 from pageant.cache.formats import resolve
 from pageant.cache.out_scales import OutScales
 from pageant.cache.pages import LayerCache, PagedCache, layout_for
+from pageant.cache.scales import check_scale
 from pageant.cache.wrap import wrap
 from pageant.device import Device
 from pageant.kernels.cpu.quantize_out import quantize_out
@@ -20,15 +21,14 @@ from pageant.plan.batch import Batch
 from pageant.plan.build import Plan, Planner
 from pageant.plan.inputs import (
     check_cache,
+    check_cache_writable,
     check_new_rows,
     check_query,
-    check_scale,
     check_unpaged,
     layer_of,
     resolve_layer,
 )
 from pageant.plan.outputs import check_output, new_out
-from pageant.plan.tensors import check_writable
 from pageant.select.bounds import is_whole, require_whole
 from pageant.select.explain import Explanation, explain
 from pageant.select.validate import check_config, check_limits, require
@@ -185,9 +185,8 @@ class Attention:
         """
         layer = layer_of(layer)
         self._planner.require(plan)
-        check_cache(cache, self.shape, self.format, self.cache.page_size)
-        check_writable("cache", cache.k)
-        check_writable("cache", cache.v)
+        check_cache(cache, self.shape, self.cache, self.format, self.device)
+        check_cache_writable(cache)
         index = plan.buffers.batch.writes
         if index is None:
             raise bad("batch.slot_mapping", None, "a tensor, for plans that write")
@@ -231,7 +230,7 @@ class Attention:
         """
         layer = layer_of(layer)
         self._planner.require(plan)
-        check_cache(cache, self.shape, self.format, self.cache.page_size)
+        check_cache(cache, self.shape, self.cache, self.format, self.device)
         plan.buffers.pages.check(cache.num_pages)
         if not isinstance(return_lse, bool) or return_lse > self.features.lse:
             raise bad("return_lse", return_lse, "False, unless Features(lse=True) is declared")

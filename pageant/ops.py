@@ -17,7 +17,7 @@ from pageant.cache.wrap import wrap
 from pageant.kernels.cpu import write_pages as cpu_write
 from pageant.kernels.cpu.merge import merge_states
 from pageant.plan.batch import Batch
-from pageant.plan.inputs import check_new_rows, check_scale, layer_of
+from pageant.plan.inputs import check_cache_writable, check_new_rows, layer_of
 from pageant.plan.op_inputs import (
     BATCH_FIELDS,
     KEY_NAMES,
@@ -26,11 +26,13 @@ from pageant.plan.op_inputs import (
     check_flag,
     check_lengths,
     check_names,
+    check_new_pages,
     check_starts,
     check_states,
 )
 from pageant.plan.pages import write_index
-from pageant.types import CacheSpec, Features, Layer, Limits, Options, Scalar, Shape
+from pageant.select.validate import check_config
+from pageant.types import ArgumentError, CacheSpec, Features, Layer, Limits, Options, Scalar, Shape
 
 RUN_NAMES = ("layer", "format", "kernels", "out", "out_scales", "return_lse")
 
@@ -223,6 +225,7 @@ def write_pages(  # budget: one argument for each thing writing needs
         format: the cache's format.
         scales: k_scale and v_scale, which writing divides by in formats they apply to.
     """
+    check_new_pages(k, v, (k_cache, v_cache), slot_mapping, scales)
     fmt = resolve(format, k.dtype)
     _, page_size, heads, _ = k_cache.shape
     shape = Shape(
@@ -233,10 +236,12 @@ def write_pages(  # budget: one argument for each thing writing needs
         dtype=k.dtype,
     )
     spec = CacheSpec(format=fmt.name, page_size=page_size)
+    valid = check_config(shape, spec)
+    if not valid.ok:
+        raise ArgumentError(valid.reason or "", valid.argument or "")
     cache = wrap(shape, spec, (k_cache, v_cache), (k_scales, v_scales), k.device)
+    check_cache_writable(cache)
     index = write_index(slot_mapping, page_size)
     index.check(cache.num_pages * page_size)
     check_new_rows(k, v, shape, index.num_tokens, k.device)
-    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
-        check_scale(name, scale)
     cpu_write.write_pages(k, v, cache, index, scales)

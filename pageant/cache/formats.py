@@ -161,6 +161,8 @@ def resolve(name: str, model_dtype: torch.dtype) -> Format:
     Raises:
         ArgumentError: argument "cache", for a name that is not a format.
     """
+    if not isinstance(name, str):
+        raise bad("cache", name, ", ".join(("auto", *ALIASES, *FORMATS)))
     name = OF_DTYPE.get(model_dtype, "fp32") if name == "auto" else ALIASES.get(name, name)
     if name not in FORMATS:
         raise bad("cache", name, ", ".join(("auto", *ALIASES, *FORMATS)))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from numbers import Real
 
 import torch
 
 from pageant.cache.formats import Format
 from pageant.cache.pages import LayerCache
+from pageant.cache.scales import check_scale, is_finite
+from pageant.cache.tensors import check_tensor, check_writable
 from pageant.plan.batch import Batch
-from pageant.plan.tensors import check_tensor
-from pageant.types import Features, Layer, OutFormat, Scalar, Shape, bad
+from pageant.types import CacheSpec, Features, Layer, OutFormat, Shape, bad
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 PLAIN = Layer()
@@ -84,28 +83,59 @@ def check_rows(
         raise bad(name, list(x.shape), f"[at least {least[0]}, {least[1]}, {least[2]}]")
 
 
-def check_cache(cache: LayerCache, shape: Shape, fmt: Format, page_size: int) -> None:
-    """Raise unless the pages are of this shape and format."""
+def check_cache(
+    cache: LayerCache, shape: Shape, spec: CacheSpec, fmt: Format, device: torch.device
+) -> None:
+    """Raise unless the pages are strided tensors of this shape, format and order of scales."""
     if not isinstance(cache, LayerCache):
         raise bad(
             "cache", type(cache).__name__, "one layer of a cache: kv[i], or wrap_cache's result"
         )
-    if cache.k.dtype != fmt.element_dtype or cache.v.dtype != fmt.element_dtype:
-        raise bad("cache", f"{cache.k.dtype} and {cache.v.dtype}", f"two of {fmt.element_dtype}")
-    if cache.k.shape[:3] != cache.v.shape[:3]:
-        raise bad("cache", f"{list(cache.v.shape)} for v", f"pages as of k, {list(cache.k.shape)}")
-    have = (cache.format.name, *cache.k.shape[1:], cache.v.shape[3])
-    sizes = (dim // fmt.per_byte for dim in (shape.head_dim, shape.value_dim))
-    want = (fmt.name, page_size, shape.num_kv_heads, *sizes)
-    if have != want:
-        names = "(format, page_size, kv heads, elements a key, elements a value)"
-        raise bad("cache", have, f"{want}, that is {names}")
-    for side, dim in zip(cache.sides, (shape.head_dim, shape.value_dim), strict=True):
-        size = (*side.elements.shape[:3], *([fmt.num_scales(dim)] if fmt.scale_block else []))
-        scales = side.scales
-        stored = None if scales is None else (scales.dtype, tuple(scales.shape))
-        if stored != (None if fmt.scale_dtype is None else (fmt.scale_dtype, size)):
-            raise bad("cache", "pages with other scales", f"{fmt.scale_dtype} scales {list(size)}")
+    if cache.format is not fmt or cache.v_scale_order != spec.v_scale_order:
+        have = f"pages of format {getattr(cache.format, 'name', cache.format)!r}"
+        have += f", v_scale_order {cache.v_scale_order!r}"
+        raise bad("cache", have, f"{fmt.name}, {spec.v_scale_order}")
+    rows = (spec.page_size, shape.num_kv_heads)
+    for name, side, dim in zip("kv", cache.sides, (shape.head_dim, shape.value_dim), strict=True):
+        want: tuple[int, ...] = (*rows, dim // fmt.per_byte)
+        _check_pages(name, side.elements, fmt.element_dtype, want, device)
+        if fmt.scale_dtype is None:
+            if side.scales is not None:
+                raise bad("cache", f"pages with {name}_scales", f"none for format {fmt.name}")
+            continue
+        want = (*rows, fmt.num_scales(dim)) if fmt.scale_block else rows
+        _check_pages(f"{name}_scales", side.scales, fmt.scale_dtype, want, device)
+    for name, part in zip(("v", "k_scales", "v_scales"), _tensors(cache)[1:], strict=False):
+        if part.shape[0] != cache.num_pages:
+            have = f"{part.shape[0]} pages of {name}"
+            raise bad("cache", have, f"{cache.num_pages} pages, as of k")
+
+
+def _check_pages(
+    name: str,
+    x: torch.Tensor | None,
+    dtype: torch.dtype,
+    want: tuple[int, ...],
+    device: torch.device,
+) -> None:
+    check_tensor(f"cache.{name}", x, (dtype,), dims=1 + len(want), device=device)
+    assert x is not None
+    if x.shape[1:] != want:
+        allowed = f"[pages, {', '.join(map(str, want))}]"
+        raise bad("cache", f"{name} of shape {list(x.shape)}", allowed)
+    if len(want) == 3 and want[2] > 1 and x.stride(3) != 1:
+        raise bad("cache", f"{name} with content stride {x.stride(3)}", "content stride 1")
+
+
+def _tensors(cache: LayerCache) -> list[torch.Tensor]:
+    parts = (cache.k, cache.v, cache.k_scales, cache.v_scales)
+    return [part for part in parts if part is not None]
+
+
+def check_cache_writable(cache: LayerCache) -> None:
+    """Raise if torch would not let us write to some part of the pages."""
+    for part in _tensors(cache):
+        check_writable("cache", part)
 
 
 def layer_of(layer: Layer | None) -> Layer:
@@ -114,6 +144,8 @@ def layer_of(layer: Layer | None) -> Layer:
         return PLAIN
     if not isinstance(layer, Layer):
         raise bad("layer", type(layer).__name__, "None, or a pageant.Layer")
+    if not isinstance(layer.shares_cache, bool):
+        raise bad("layer.shares_cache", layer.shares_cache, "True or False")
     return layer
 
 
@@ -136,19 +168,21 @@ def resolve_layer(
             raise bad(f"layer.{name}", "given", f"None, unless Features({name}=True) is declared")
     if layer.alibi_slopes is not None and not features.alibi:
         raise bad("layer.alibi_slopes", "given", "None, unless Features(alibi=True) is declared")
-    if layer.soft_cap is not None and not (_is_finite(layer.soft_cap) and layer.soft_cap > 0):
+    if layer.soft_cap is not None and not (is_finite(layer.soft_cap) and layer.soft_cap > 0):
         raise bad("layer.soft_cap", layer.soft_cap, "a finite number above 0, or None")
-    if layer.scale is not None and not _is_finite(layer.scale):
+    if layer.scale is not None and not is_finite(layer.scale):
         raise bad("layer.scale", layer.scale, "a finite number, or None")
+    for name in ("q_scale", "k_scale", "v_scale", "out_scale"):
+        check_scale(f"layer.{name}", getattr(layer, name))
     for name in ("sinks", "alibi_slopes"):
         _check_per_head(name, getattr(layer, name), shape.num_q_heads, q.device)
     score = shape.head_dim**-0.5 if layer.scale is None else layer.scale
     if q.dtype in FP8_DTYPES:
-        score *= _number("layer.q_scale", layer.q_scale)
+        score *= float(layer.q_scale)
     value = 1.0
     if fmt.uses_layer_scales:
-        score *= _number("layer.k_scale", layer.k_scale)
-        value = _number("layer.v_scale", layer.v_scale)
+        score *= float(layer.k_scale)
+        value = float(layer.v_scale)
     return LayerParams(
         score_scale=score,
         value_scale=value,
@@ -157,9 +191,7 @@ def resolve_layer(
         sinks=layer.sinks,
         alibi_slopes=layer.alibi_slopes,
         out_format=layer.out_format,
-        out_scale=1.0
-        if layer.out_format == "model"
-        else _number("layer.out_scale", layer.out_scale),
+        out_scale=1.0 if layer.out_format == "model" else float(layer.out_scale),
     )
 
 
@@ -171,26 +203,3 @@ def _check_per_head(
     check_tensor(f"layer.{name}", x, (torch.float32,), dims=1, device=device)
     if x.shape[0] != num_q_heads:
         raise bad(f"layer.{name}", list(x.shape), f"[{num_q_heads}], one a query head")
-
-
-def _is_finite(number: object) -> bool:
-    if isinstance(number, bool) or not isinstance(number, Real):  # numpy's numbers are Real too
-        return False
-    return math.isfinite(number)
-
-
-def check_scale(name: str, scale: Scalar) -> None:
-    """Raise unless the scale is one number; what a tensor holds is not read."""
-    if isinstance(scale, torch.Tensor):
-        if scale.numel() != 1:
-            raise bad(name, list(scale.shape), "a float, or a tensor of one element")
-        if scale.is_complex() or scale.dtype == torch.bool or scale.is_meta:
-            have = "a meta tensor" if scale.is_meta else scale.dtype
-            raise bad(name, have, "a float, or a tensor that holds a real number")
-    elif not _is_finite(scale) or scale <= 0:
-        raise bad(name, scale, "a finite number above 0, or a tensor of one element")
-
-
-def _number(name: str, scale: Scalar) -> float:
-    check_scale(name, scale)
-    return float(scale)

@@ -7,8 +7,7 @@ import torch
 from pageant.cache.formats import FORMATS
 from pageant.cache.out_scales import TILE_ROWS, OutScales, SwizzledScales, swizzled_columns
 from pageant.cache.pages import LayerCache
-from pageant.plan.inputs import LayerParams, check_rows
-from pageant.plan.tensors import (
+from pageant.cache.tensors import (
     check_tensor,
     check_writable,
     overlaps_itself,
@@ -16,6 +15,7 @@ from pageant.plan.tensors import (
     same_memory,
     spans_meet,
 )
+from pageant.plan.inputs import LayerParams, check_rows
 from pageant.select.bounds import is_whole
 from pageant.types import Shape, bad
 
