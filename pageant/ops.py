@@ -237,8 +237,9 @@ def write_pages(  # budget: one argument for each thing writing needs
     )
     spec = CacheSpec(format=fmt.name, page_size=page_size)
     valid = check_config(shape, spec)
-    if not valid.ok:
-        raise ArgumentError(valid.reason or "", valid.argument or "")
+    if not valid.ok:  # head sizes are those of k and v
+        argument = "k" if valid.argument == "head_dim" else valid.argument
+        raise ArgumentError(valid.reason or "", argument or "")
     cache = wrap(shape, spec, (k_cache, v_cache), (k_scales, v_scales), k.device)
     check_cache_writable(cache)
     index = write_index(slot_mapping, page_size)

@@ -35,9 +35,10 @@ def check_scale(name: str, scale: Scalar) -> None:
     if scale.layout != torch.strided or scale.is_meta or scale.is_complex():
         have = "a meta tensor" if scale.is_meta else f"a tensor of {scale.dtype}, {scale.layout}"
         raise bad(name, have, "a float, or a strided tensor that holds a real number")
-    if scale.numel() != 1 or scale.dtype == torch.bool:
-        have = f"a tensor of {scale.dtype} {list(scale.shape)}"
-        raise bad(name, have, "a float, or a tensor of one number")
+    if scale.numel() != 1:
+        raise bad(name, list(scale.shape), "a float, or a tensor of one element")
+    if scale.dtype == torch.bool:
+        raise bad(name, scale.dtype, "a float, or a tensor that holds a real number")
     if scale.requires_grad:
         raise bad(name, "a tensor that requires grad", "one that does not: detach it")
 

@@ -118,7 +118,7 @@ def _check_pages(
     want: tuple[int, ...],
     device: torch.device,
 ) -> None:
-    check_tensor(f"cache.{name}", x, (dtype,), dims=1 + len(want), device=device)
+    check_tensor("cache", x, (dtype,), dims=1 + len(want), device=device)
     assert x is not None
     if x.shape[1:] != want:
         allowed = f"[pages, {', '.join(map(str, want))}]"
