@@ -64,8 +64,8 @@ MUTANTS = (
     Mutant(
         "scales: k_scale and v_scale swapped on reading",
         "plan/inputs.py",
-        'value = _number("layer.v_scale", layer.v_scale)',
-        'value = _number("layer.k_scale", layer.k_scale)',
+        "value = float(layer.v_scale)",
+        "value = float(layer.k_scale)",
     ),
     Mutant(
         "drafts: a tree forgets the token itself",
@@ -89,8 +89,8 @@ MUTANTS = (
     Mutant(
         "write: fp8 does not saturate",
         "cache/quantize.py",
-        "values = values.clamp(-fmt.max_value, fmt.max_value)",
-        "pass",
+        "bounded = values.clamp(-fmt.max_value, fmt.max_value)",
+        "bounded = values",
         ("tests/cache",),
     ),
     Mutant(
@@ -159,8 +159,8 @@ MUTANTS = (
     Mutant(
         "int8: halves go up",
         "cache/quantize.py",
-        "values.round().nan_to_num(0.0)",
-        "(values + 0.5).floor().nan_to_num(0.0)",
+        "bounded.round().nan_to_num(0.0)",
+        "(bounded + 0.5).floor().nan_to_num(0.0)",
         ("tests/cache/test_formats.py",),
     ),
     Mutant(
