@@ -405,9 +405,9 @@ def is_caught(mutant: Mutant) -> bool:
             timeout=SECONDS,
             check=False,
         )
-    if result.returncode not in (0, 1):
+    if result.returncode > 1:  # a negative one is a crash: the fault was met
         raise SystemExit(f"{mutant.name}: the tests did not run\n{result.stdout}{result.stderr}")
-    return result.returncode == 1
+    return result.returncode != 0
 
 
 def main() -> int:
