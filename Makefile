@@ -49,7 +49,7 @@ demo: setup ## generate text for eight prompts at once
 	  --prompt "Translate 'good morning' into Spanish."
 
 test: setup ## run the tests that need no GPU
-	@$(PYTEST) tests -m "not gpu" -n 2
+	@$(PYTEST) tests -m "not gpu" -n 2 --dist worksteal
 
 mutants: setup ## see that the tests catch every seeded fault
 	@$(BIN)/python tools/mutants.py

@@ -3,6 +3,7 @@
 from pageant import ops
 from pageant.api import Attention
 from pageant.cache.calibrate import Scales, calibrate
+from pageant.cache.out_scales import SwizzledScales
 from pageant.cache.pages import LayerCache, PagedCache
 from pageant.device import Device
 from pageant.plan.batch import Batch
@@ -40,6 +41,7 @@ __all__ = [
     "Scales",
     "Shape",
     "Support",
+    "SwizzledScales",
     "calibrate",
     "ops",
     "supports",

@@ -9,24 +9,26 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from pageant.cache.formats import resolve
+from pageant.cache.out_scales import OutScales
 from pageant.cache.pages import LayerCache, PagedCache, layout_for
+from pageant.cache.scales import check_scale
 from pageant.cache.wrap import wrap
 from pageant.device import Device
+from pageant.kernels.cpu.quantize_out import quantize_out
 from pageant.kernels.cpu.write_pages import write_pages
 from pageant.kernels.launch import launch
 from pageant.plan.batch import Batch
 from pageant.plan.build import Plan, Planner
 from pageant.plan.inputs import (
     check_cache,
+    check_cache_writable,
     check_new_rows,
-    check_out,
-    check_query_rows,
-    check_scale,
+    check_query,
     check_unpaged,
     layer_of,
     resolve_layer,
 )
-from pageant.plan.tensors import check_writable
+from pageant.plan.outputs import check_output, new_out
 from pageant.select.bounds import is_whole, require_whole
 from pageant.select.explain import Explanation, explain
 from pageant.select.validate import check_config, check_limits, require
@@ -182,9 +184,8 @@ class Attention:
         """
         layer = layer_of(layer)
         self._planner.require(plan)
-        check_cache(cache, self.shape, self.format, self.cache.page_size)
-        check_writable("cache", cache.k)
-        check_writable("cache", cache.v)
+        check_cache(cache, self.shape, self.cache, self.format, self.device)
+        check_cache_writable(cache)
         index = plan.buffers.batch.writes
         if index is None:
             raise bad("batch.slot_mapping", None, "a tensor, for plans that write")
@@ -205,7 +206,7 @@ class Attention:
         k: torch.Tensor | None = None,
         v: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
-        out_scales: torch.Tensor | None = None,
+        out_scales: OutScales | None = None,
         return_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of the planned tokens over their requests' cached keys.
@@ -216,34 +217,32 @@ class Attention:
             cache: the layer's pages, new tokens already written.
             layer: what differs in this layer; None means a plain one.
             k, v: the new tokens' keys and values, for kernels that read them unpaged.
-            out: [>= T, Hq, Dv], model dtype, written in place: memory of its own, or q's, with its
-                strides. None allocates it.
-            out_scales: block scales of a quantised output.
+            out: [>= T, Hq, Dv] of ``layer.out_format`` (nvfp4: uint8 [.., Dv / 2], the even element
+                low), written in place: memory of its own, or q's with its strides. None makes it.
+            out_scales: block scales of nvfp4, written: e4m3 [>= T, Hq * Dv / 16], or in tiles, see
+                ``pageant.SwizzledScales``; None for other formats.
             return_lse: also return the log-sum-exp.
 
         Returns:
-            out [T, Hq, Dv]; with `return_lse` also float32 [T, Hq], natural log, without sinks.
+            `out`; with `return_lse` also float32 [T, Hq], natural log, without sinks.
             Rows without a visible key are 0 and -inf, and so is padding in tensors made here.
         """
         layer = layer_of(layer)
         self._planner.require(plan)
-        check_cache(cache, self.shape, self.format, self.cache.page_size)
+        check_cache(cache, self.shape, self.cache, self.format, self.device)
         plan.buffers.pages.check(cache.num_pages)
         if not isinstance(return_lse, bool) or return_lse > self.features.lse:
             raise bad("return_lse", return_lse, "False, unless Features(lse=True) is declared")
-        if out_scales is not None:
-            raise bad("out_scales", "given", "None for layers whose out_format is 'model'")
-        check_query_rows(q, out, self.shape, plan.batch.num_tokens, self.device)
+        check_query(q, self.shape, plan.batch.num_tokens, self.device)
         params = resolve_layer(layer, self.features, self.shape, self.format, q)
         check_unpaged(k, v, self.shape, plan.batch, self.device)
-        if out is not None:
-            check_out(out, q, cache, params)
-        q = q.to(self.shape.dtype)
+        check_output(out, out_scales, q, cache, params, self.shape, plan.batch.num_tokens)
         if out is None:
-            out = q.new_empty(q.shape[0], self.shape.num_q_heads, self.shape.value_dim)
-            out[plan.buffers.real_tokens :] = 0
-        lse = None
-        if return_lse:
-            lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
-        launch(self._explanation.rows, plan, q, cache, params, out, lse)
+            out = new_out(q, plan.buffers.real_tokens, self.shape, params)
+        rows = out if params.out_format == "model" else self._planner.workspace.finished
+        q = q.to(self.shape.dtype)
+        lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32) if return_lse else None
+        launch(self._explanation.rows, plan, q, cache, params, rows, lse)
+        if rows is not out:
+            quantize_out(rows[: plan.buffers.real_tokens], out, out_scales, params)
         return out if lse is None else (out, lse)

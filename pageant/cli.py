@@ -18,6 +18,13 @@ from pageant.cache.describe import ByteMap
 from pageant.cache.formats import resolve
 from pageant.cache.pages import layout_for
 from pageant.engine.generate import generate
+from pageant.select.arguments import (
+    AsJson,
+    HeadDim,
+    KVHeads,
+    PageSize,
+    VHeadDim,
+)
 from pageant.select.doctor import doctor
 from pageant.select.explain_command import explain
 from pageant.select.validate import check_config
@@ -76,10 +83,10 @@ app.command()(doctor)
 @app.command()
 def layout(  # budget: one parameter for each option of the command
     cache_format: Annotated[str, typer.Argument(metavar="FORMAT", help="Such as bf16 or fp8.")],
-    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 16,
-    kv_heads: Annotated[int, typer.Option(help="Key/value heads.")] = 8,
-    head_dim: Annotated[int, typer.Option(help="Head size of keys.")] = 128,
-    v_head_dim: Annotated[int | None, typer.Option(help="Of values. Default: head-dim.")] = None,
+    page_size: PageSize = 16,
+    kv_heads: KVHeads = 8,
+    head_dim: HeadDim = 128,
+    v_head_dim: VHeadDim = None,
     order: Annotated[
         str, typer.Option("--layout", help="Order of the axes: layer, block, head, token, content.")
     ] = "LBHNC",
@@ -88,7 +95,7 @@ def layout(  # budget: one parameter for each option of the command
     ] = "linear",
     layers: Annotated[int, typer.Option(min=1, help="Layers of the cache.")] = 1,
     pages: Annotated[int, typer.Option(min=1, help="Pages of each layer.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show where each byte of a page lies. "auto" is bf16 here."""
     shape = Shape(

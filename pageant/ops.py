@@ -11,12 +11,13 @@ import torch
 
 from pageant.api import Attention
 from pageant.cache.formats import resolve
+from pageant.cache.out_scales import OutScales
 from pageant.cache.quantize import dequantize, quantize
 from pageant.cache.wrap import wrap
 from pageant.kernels.cpu import write_pages as cpu_write
 from pageant.kernels.cpu.merge import merge_states
 from pageant.plan.batch import Batch
-from pageant.plan.inputs import check_new_rows, check_scale, layer_of
+from pageant.plan.inputs import check_cache_writable, check_new_rows, layer_of
 from pageant.plan.op_inputs import (
     BATCH_FIELDS,
     KEY_NAMES,
@@ -25,11 +26,15 @@ from pageant.plan.op_inputs import (
     check_flag,
     check_lengths,
     check_names,
+    check_new_pages,
     check_starts,
     check_states,
 )
 from pageant.plan.pages import write_index
-from pageant.types import CacheSpec, Features, Layer, Limits, Options, Scalar, Shape
+from pageant.select.validate import check_config
+from pageant.types import ArgumentError, CacheSpec, Features, Layer, Limits, Options, Scalar, Shape
+
+RUN_NAMES = ("layer", "format", "kernels", "out", "out_scales", "return_lse")
 
 __all__ = [
     "dequantize",
@@ -54,6 +59,8 @@ def paged_attention(  # budget: one argument for each thing attention needs
     layer: Layer | None = None,
     format: str = "auto",
     kernels: str = "auto",
+    out: torch.Tensor | None = None,
+    out_scales: OutScales | None = None,
     return_lse: bool = False,
     **batch_fields: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -69,6 +76,7 @@ def paged_attention(  # budget: one argument for each thing attention needs
         layer: scale, window, cap, sinks, slopes, cache scales.
         format: the cache's format.
         kernels: as ``Options.kernels``.
+        out, out_scales: as in ``Attention.run``.
         return_lse: also return float32 [T, Hq], natural log.
         **batch_fields: causal, draft_mask, draft_parents or encoder_seq_lens, as in ``Batch``.
 
@@ -112,7 +120,8 @@ def paged_attention(  # budget: one argument for each thing attention needs
         q.device,
     )
     cache = attn.wrap_cache(k_cache, v_cache, k_scales, v_scales)
-    return attn.run(attn.plan(batch), q, cache, layer, return_lse=return_lse)
+    to: dict[str, Any] = {"out": out, "out_scales": out_scales, "return_lse": return_lse}
+    return attn.run(attn.plan(batch), q, cache, layer, **to)
 
 
 def _batch(
@@ -168,8 +177,8 @@ def ragged_attention(
         k, v: [Tk, Hkv, D] and [Tk, Hkv, Dv], the same dtype.
         query_start_loc: int32 [R + 1], first query row of each request.
         key_start_loc: int32 [R + 1], first key row of each request.
-        **others: layer, kernels, return_lse, causal, draft_mask … as for `paged_attention`; scales
-            of keys stored in a format that has them: [Tk, Hkv] or [Tk, Hkv, blocks].
+        **others: layer, kernels, out, return_lse, causal, draft_mask … as for `paged_attention`;
+            scales of keys stored in a format that has them: [Tk, Hkv] or [Tk, Hkv, blocks].
 
     Two requests of one and two keys:
 
@@ -179,7 +188,7 @@ def ragged_attention(
     tensor([1., 2., 3.])
     """
     check_states(q, k, v, KEY_NAMES, others.get("format", "auto"))
-    check_names(others, ("layer", "format", "kernels", "return_lse", *SCALE_NAMES, *BATCH_FIELDS))
+    check_names(others, (*RUN_NAMES, *SCALE_NAMES, *BATCH_FIELDS))
     check_lengths({"key_start_loc": key_start_loc}, q.device, dims={})
     check_starts("key_start_loc", key_start_loc, k.shape[0])
     lens = key_start_loc.diff()
@@ -216,6 +225,7 @@ def write_pages(  # budget: one argument for each thing writing needs
         format: the cache's format.
         scales: k_scale and v_scale, which writing divides by in formats they apply to.
     """
+    check_new_pages(k, v, (k_cache, v_cache), slot_mapping, scales)
     fmt = resolve(format, k.dtype)
     _, page_size, heads, _ = k_cache.shape
     shape = Shape(
@@ -226,10 +236,13 @@ def write_pages(  # budget: one argument for each thing writing needs
         dtype=k.dtype,
     )
     spec = CacheSpec(format=fmt.name, page_size=page_size)
+    valid = check_config(shape, spec)
+    if not valid.ok:  # head sizes are those of k and v
+        argument = "k" if valid.argument == "head_dim" else valid.argument
+        raise ArgumentError(valid.reason or "", argument or "")
     cache = wrap(shape, spec, (k_cache, v_cache), (k_scales, v_scales), k.device)
+    check_cache_writable(cache)
     index = write_index(slot_mapping, page_size)
     index.check(cache.num_pages * page_size)
     check_new_rows(k, v, shape, index.num_tokens, k.device)
-    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
-        check_scale(name, scale)
     cpu_write.write_pages(k, v, cache, index, scales)

@@ -50,8 +50,7 @@ class Shape:
 
     Attributes:
         num_q_heads, num_kv_heads: Hq and Hkv; the first is a multiple of the second.
-        head_dim: D, a multiple of 8 from 16 to 512.
-        v_head_dim: Dv, the same range; None means D.
+        head_dim, v_head_dim: D and Dv, multiples of 8 from 16 to 512; v_head_dim None means D.
         dtype: model type of queries and outputs: float32, float16 or bfloat16.
 
     >>> Shape(num_q_heads=32, num_kv_heads=8, head_dim=192, v_head_dim=128).value_dim
@@ -121,7 +120,8 @@ class Layer:
         alibi_slopes: float32 [Hq] on the device: adds ``slope * (key - query position)``.
         q_scale: multiplies scores if the query given to ``run`` is quantised.
         k_scale, v_scale: read factors of a quantised cache, 1 for others.
-        out_format, out_scale: "model", "fp8_e4m3" or "nvfp4", and the scale of a quantised output.
+        out_scale: of a quantised output: fp8 is divided by it, nvfp4 multiplied.
+        out_format: "model", "fp8_e4m3" or "nvfp4".
         shares_cache: this layer reads another layer's cache and never writes.
 
     Scales are floats or one-element tensors (CPU or device), read each time the layer runs.

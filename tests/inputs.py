@@ -53,6 +53,7 @@ class Case:
     swizzled: bool = False
     # (an earlier request, tokens) of each: their pages are the first of its own as well.
     prefixes: tuple[tuple[int, int], ...] = ()
+    query_scale: float | None = None
 
     def count_features(self) -> int:
         """How many things beside plain causal attention this case combines."""
@@ -71,6 +72,7 @@ class Case:
             self.v_head_dim != self.head_dim,
             self.memory not in ("LBHNC", "separate"),
             self.swizzled,
+            self.query_scale is not None,
         )
         return sum(on)
 
@@ -169,6 +171,8 @@ def build(case: Case, kernels: str = "auto") -> Problem:
     tokens = sum(query_lens)
     q = torch.randn(tokens + case.padding, shape.num_q_heads, shape.head_dim, generator=rng)
     q = q.to(case.dtype)
+    if case.query_scale is not None:
+        q = (q / case.query_scale).to(torch.float8_e4m3fn)
     drafts = _drafts(case, rng)
     pages, table = _tables(case, np_rng)
     attn = pageant.Attention(
@@ -231,14 +235,15 @@ def _layer(case: Case, shape: pageant.Shape, rng: torch.Generator) -> pageant.La
         alibi_slopes=torch.rand(heads, generator=rng) * 0.3 if case.alibi else None,
         k_scale=0.5 if case.scales else 1.0,
         v_scale=torch.tensor([3.0]) if case.scales else 1.0,
+        q_scale=1.0 if case.query_scale is None else case.query_scale,
     )
 
 
 def _params(case: Case, layer: pageant.Layer) -> LayerParams:
-    """Scales are already in the stored values the reference gets, so here they are 1."""
+    """Cache scales are already in the stored values the reference gets, so here they are 1."""
     scale = case.head_dim**-0.5 if layer.scale is None else layer.scale
     return LayerParams(
-        score_scale=scale,
+        score_scale=scale * (case.query_scale or 1.0),
         window=layer.window,
         soft_cap=layer.soft_cap,
         sinks=layer.sinks,

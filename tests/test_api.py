@@ -292,10 +292,17 @@ def test_keys_and_values_come_together():
         assert caught.value.argument == missing
 
 
-def test_out_scales_without_a_quantised_output():
-    attn = attention()
-    with pytest.raises(ArgumentError) as caught:
-        attn.run(attn.plan(batch()), queries(), filled(attn), out_scales=torch.ones(10))
+@pytest.mark.parametrize("out_format", ["model", "fp8_e4m3"])
+def test_out_scales_of_formats_that_have_none(out_format):
+    attn = quantising()
+    with pytest.raises(ArgumentError, match=out_format) as caught:
+        attn.run(
+            attn.plan(batch()),
+            queries(),
+            filled(attn),
+            Layer(out_format=out_format),
+            out_scales=torch.ones(10, 8).to(E4M3),
+        )
     assert caught.value.argument == "out_scales"
 
 
@@ -1023,3 +1030,311 @@ def test_limits_at_their_bounds_cost_nothing_in_advance():
         ]
         == 0
     )
+
+
+# Quantised outputs
+
+E4M3 = torch.float8_e4m3fn
+BLOCKS = 4 * 32 // 16
+
+
+def quantising(kernels="auto", phase="prefill", dtype=torch.float32, format="auto"):
+    """As `attention`, for layers of every output format; values of two blocks a head."""
+    return pageant.Attention(
+        pageant.Shape(num_q_heads=4, num_kv_heads=2, head_dim=DIM, v_head_dim=32, dtype=dtype),
+        pageant.CacheSpec(format=format, page_size=PAGE),
+        pageant.Limits(max_requests=8, max_tokens=64, max_seq_len=64),
+        replace(EVERYTHING, out_formats=("model", "fp8_e4m3", "nvfp4")),
+        pageant.Options(kernels=kernels, speculative_tokens=7 if phase == "decode" else 0),
+    )
+
+
+def room_for_scales(rows=10):
+    return torch.full((rows, BLOCKS), 0x55, dtype=torch.uint8).view(E4M3)
+
+
+def stored(out, scales, out_scale):
+    """What a quantised output stands for."""
+    if scales is None:
+        return ops.dequantize(out, None, "fp8_e4m3", out_scale)
+    return ops.dequantize(out, scales[: len(out)].unflatten(1, (4, 2)), "nvfp4") / out_scale
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        (torch.zeros(10, 4, 16), "torch.float32"),
+        (torch.zeros(10, 4, 16).to(E4M3), "float8"),
+        (torch.zeros(10, 4, 32, dtype=torch.uint8), "32"),
+        (torch.zeros(9, 4, 16, dtype=torch.uint8), "9"),
+        (torch.zeros(10, 64, dtype=torch.uint8), "64"),
+        (torch.zeros(10, 16, 4, dtype=torch.uint8).mT, "stride"),
+        (torch.zeros(1, 4, 16, dtype=torch.uint8).expand(10, 4, 16), "overlap"),
+        ([1], "1"),
+    ],
+)
+def test_an_out_that_is_no_nvfp4(out, said):
+    attn = quantising()
+    with pytest.raises(ArgumentError, match=said) as caught:
+        attn.run(
+            attn.plan(batch()),
+            queries(),
+            filled(attn),
+            Layer(out_format="nvfp4"),
+            out=out,
+            out_scales=room_for_scales(),
+        )
+    assert caught.value.argument == "out"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.float8_e5m2])
+def test_an_out_that_is_no_fp8(dtype):
+    attn = quantising()
+    out = torch.zeros(10, 4, 32).to(dtype)
+    with pytest.raises(ArgumentError, match="float8_e4m3fn") as caught:
+        attn.run(attn.plan(batch()), queries(), filled(attn), Layer(out_format="fp8_e4m3"), out=out)
+    assert caught.value.argument == "out"
+
+
+def tiles(rows, columns, start_row=0):
+    return pageant.SwizzledScales(torch.zeros(rows, columns).to(E4M3), start_row)
+
+
+@pytest.mark.parametrize(
+    ("scales", "said"),
+    [
+        (None, "SwizzledScales"),
+        (1.0, "a tensor of"),
+        (torch.zeros(10, BLOCKS), "float32"),
+        (torch.zeros(10, BLOCKS, dtype=torch.uint8), "uint8"),
+        (room_for_scales()[:9], "at least 10"),
+        (room_for_scales()[:, :4], "at least 10"),
+        (torch.zeros(128, BLOCKS + 4).to(E4M3), "SwizzledScales"),
+        (room_for_scales().view(10, 4, 2), "2 dimensions"),
+        (torch.zeros(BLOCKS, 10).to(E4M3).T, "stride"),
+        (room_for_scales()[:1].expand(10, BLOCKS), "overlap"),
+        (pageant.SwizzledScales(torch.zeros(128, BLOCKS)), "float32"),
+        (pageant.SwizzledScales(None), "None"),
+        (tiles(127, BLOCKS), "a multiple of 128"),
+        (tiles(128, BLOCKS + 4), "128, 8"),
+        (pageant.SwizzledScales(torch.zeros(256, BLOCKS).to(E4M3)[::2]), "contiguous"),
+        (tiles(0, BLOCKS), "start_row"),
+        (tiles(128, BLOCKS, 119), "start_row"),
+        (tiles(128, BLOCKS, -1), "start_row"),
+        (tiles(128, BLOCKS, 1.0), "start_row"),
+        (tiles(128, BLOCKS, True), "start_row"),
+        (tiles(128, BLOCKS, None), "start_row"),
+    ],
+)
+def test_wrong_out_scales(scales, said):
+    attn = quantising()
+    with pytest.raises(ArgumentError, match=said) as caught:
+        attn.run(
+            attn.plan(batch()),
+            queries(),
+            filled(attn),
+            Layer(out_format="nvfp4"),
+            out_scales=scales,
+        )
+    assert caught.value.argument == "out_scales"
+
+
+@pytest.mark.parametrize("where", ["out", "q", "cache", "layer"])
+def test_out_scales_over_what_is_read_or_written(where):
+    attn = quantising()
+    kv, q, sinks = filled(attn), queries(), torch.zeros(40)
+    out = torch.zeros(10, 4, 16, dtype=torch.uint8)
+    memory = {"out": out, "q": q, "cache": kv.v, "layer": sinks}[where]
+    scales = memory.view(torch.uint8).as_strided((10, BLOCKS), (BLOCKS, 1)).view(E4M3)
+    layer = Layer(out_format="nvfp4", sinks=sinks[:4])
+    with pytest.raises(ArgumentError, match="memory") as caught:
+        attn.run(attn.plan(batch()), q, kv, layer, out=out, out_scales=scales)
+    assert caught.value.argument == "out_scales"
+
+
+@pytest.mark.parametrize("scale", [torch.ones(2), 0.0, -1.0, math.nan, math.inf, "1", None, True])
+def test_wrong_scales_of_outputs(scale):
+    attn = quantising()
+    plan, kv = attn.plan(batch()), filled(attn)
+    with pytest.raises(ArgumentError) as caught:
+        attn.run(plan, queries(), kv, Layer(out_format="fp8_e4m3", out_scale=scale))
+    assert caught.value.argument == "layer.out_scale"
+
+
+@pytest.mark.parametrize("v_head_dim", [24, 40, 72])
+def test_nvfp4_outputs_have_whole_blocks(v_head_dim):
+    shape = pageant.Shape(num_q_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=v_head_dim)
+    features = Features(out_formats=("model", "nvfp4"))
+    for device in ("cpu", "sm90", "sm100"):
+        verdict = pageant.supports(shape, features=features, device=device)
+        assert not verdict.ok
+        assert verdict.argument == "out_formats"
+        assert "multiple of 16" in verdict.reason
+    with pytest.raises(ArgumentError, match="multiple of 16") as caught:
+        pageant.Attention(shape, features=features)
+    assert caught.value.argument == "out_formats"
+    attn = pageant.Attention(shape, features=Features(out_formats=("fp8_e4m3",)))
+    assert attn.explain().fused_out_formats == ("fp8_e4m3",)
+    whole = pageant.Attention(replace(shape, v_head_dim=48), features=features)
+    assert whole.explain().fused_out_formats == ("fp8_e4m3", "nvfp4")
+
+
+@each_kernel
+@each_phase
+@each_dtype
+@pytest.mark.parametrize("format", ["auto", "fp8_e4m3", "nvfp4"])
+def test_outputs_that_are_made(kernels, phase, dtype, format):
+    """An output made here has the rows of q; its padding is 0, that of the scales left alone."""
+    attn = quantising(kernels, phase, dtype, format)
+    kv = attn.new_cache(num_layers=1, num_pages=PAGES)[0]
+    step, q = batch(num_tokens=13), queries(dtype, rows=16)
+    plan = attn.plan(step)
+    attn.write(plan, kv, random(10, 2, DIM, dtype=dtype), random(10, 2, 32, dtype=dtype))
+    want, want_lse = attn.run(plan, q, kv, return_lse=True)
+    out, lse = attn.run(plan, q, kv, Layer(out_format="fp8_e4m3", out_scale=0.01), return_lse=True)
+    assert (out.dtype, list(out.shape)) == (E4M3, [16, 4, 32])
+    assert torch.equal(lse, want_lse)
+    assert_close(stored(out, None, 0.01), want.float(), 2**-4)
+    assert (out[10:].view(torch.uint8) == 0).all()
+    scales = room_for_scales(14)
+    layer = Layer(out_format="nvfp4", out_scale=100.0)
+    out, lse = attn.run(plan, q, kv, layer, out_scales=scales, return_lse=True)
+    assert (out.dtype, list(out.shape)) == (torch.uint8, [16, 4, 16])
+    assert torch.equal(lse, want_lse)
+    assert_close(stored(out[:10], scales, 100.0), want[:10].float(), 0.12)
+    assert (out[10:] == 0).all()
+    assert (scales[10:].view(torch.uint8) == 0x55).all()
+
+
+@each_kernel
+@each_phase
+@pytest.mark.parametrize("out_format", ["fp8_e4m3", "nvfp4"])
+@pytest.mark.parametrize("format", ["auto", "fp8_e4m3"])
+def test_scales_of_outputs_are_read_each_time(kernels, phase, out_format, format):
+    """Every form of a scale means the same, and a tensor may change between two runs."""
+    attn = quantising(kernels, phase, format=format)
+    kv, q, plan = filled(attn), (queries() / 0.25).to(E4M3), attn.plan(batch())
+    live = torch.tensor(1.0)
+
+    def bytes_of(out_scale):
+        scales = room_for_scales() if out_format == "nvfp4" else None
+        layer = Layer(q_scale=0.25, out_format=out_format, out_scale=out_scale)
+        out = attn.run(plan, q, kv, layer, out_scales=scales)
+        parts = (out,) if scales is None else (out, scales)
+        return tuple(bytes(part.view(torch.uint8).numpy()) for part in parts)
+
+    answers = set()
+    for value in (1.0, 0.3, 5.0):
+        live.fill_(value)
+        first = bytes_of(live)
+        assert all(bytes_of(form) == first for form in forms(value))
+        answers.add(first)
+    assert len(answers) == 3
+
+
+@each_kernel
+@each_phase
+def test_layers_that_differ_in_everything(kernels, phase):
+    """Layers of one plan, each with an output format of its own."""
+    attn = quantising(kernels, phase)
+    kv, step, q = filled(attn), batch(), queries()
+    plan = attn.plan(step)
+    formats = ("model", "fp8_e4m3", "nvfp4", "fp8_e4m3", "model", "nvfp4")
+    layers = (
+        Layer(),
+        Layer(window=2, scale=0.7),
+        Layer(window=5, soft_cap=2.0),
+        Layer(sinks=SINKS, soft_cap=0.5),
+        Layer(window=5, alibi_slopes=SLOPES, sinks=SINKS),
+        Layer(window=2, alibi_slopes=SLOPES, soft_cap=1.0, sinks=SINKS, scale=0.1),
+    )
+    for plain, out_format in (*zip(layers, formats, strict=True), (layers[0], "nvfp4")):
+        want, want_lse = expected(attn, kv, step, q, plain)
+        out_scale = 400.0 if out_format == "nvfp4" else 0.01
+        layer = replace(plain, out_format=out_format, out_scale=out_scale)
+        scales = room_for_scales() if out_format == "nvfp4" else None
+        out, lse = attn.run(plan, q, kv, layer, out_scales=scales, return_lse=True)
+        assert_close(lse, want_lse, 1e-5)
+        if out_format == "model":
+            assert_close(out, want, 1e-5)
+        else:
+            got = stored(out, scales, out_scale)
+            assert_close(got, want, 0.12 if out_format == "nvfp4" else 2**-4)
+
+
+@each_kernel
+@each_phase
+def test_sinks_refreshed_in_place(kernels, phase):
+    """A reload of the weights writes new sinks where the old ones were; no plan is made anew."""
+    attn = attention(kernels, phase)
+    kv, step, q = filled(attn), batch(), queries()
+    sinks, plan = SINKS.clone(), attn.plan(step)
+    layer, answers = Layer(sinks=sinks), []
+    for values in (SINKS, -3 * SINKS, SINKS + 4.0):
+        sinks.copy_(values)
+        want, want_lse = expected(attn, kv, step, q, Layer(sinks=values))
+        out, lse = attn.run(plan, q, kv, layer, return_lse=True)
+        assert_close(out, want, 1e-5)
+        assert_close(lse, want_lse, 1e-5)
+        answers.append(out)
+    assert not torch.allclose(answers[0], answers[1])
+    assert not torch.allclose(answers[0], answers[2])
+
+
+def test_an_out_in_the_place_of_an_fp8_query():
+    attn = pageant.Attention(
+        pageant.Shape(num_q_heads=4, num_kv_heads=2, head_dim=DIM, dtype=torch.float32),
+        pageant.CacheSpec(page_size=PAGE),
+        features=Features(out_formats=("fp8_e4m3",)),
+    )
+    kv, q, plan = filled(attn), queries().to(E4M3), attn.plan(batch())
+    layer = Layer(out_format="fp8_e4m3", out_scale=0.02)
+    want = attn.run(plan, q.clone(), kv, layer)
+    assert attn.run(plan, q, kv, layer, out=q) is q
+    assert torch.equal(q.view(torch.uint8), want.view(torch.uint8))
+    memory = queries(rows=11).to(E4M3)
+    with pytest.raises(ArgumentError, match="q's memory") as caught:
+        attn.run(plan, memory[:10], kv, layer, out=memory[1:])
+    assert caught.value.argument == "out"
+
+
+def test_quantised_outputs_with_an_attention_made_in_inference_mode():
+    with torch.inference_mode():
+        attn = quantising()
+    kv, plan = filled(attn), attn.plan(batch())
+    out = attn.run(plan, queries(), kv, Layer(out_format="fp8_e4m3"))
+    with torch.inference_mode():
+        again = attn.run(plan, queries(), kv, Layer(out_format="fp8_e4m3"))
+    assert torch.equal(out.view(torch.uint8), again.view(torch.uint8))
+
+
+def test_rows_wait_in_the_workspace():
+    rows = quantising().workspace_bytes - attention().workspace_bytes
+    assert rows >= 64 * 4 * 32 * 4
+    few = pageant.Shape(num_q_heads=4, num_kv_heads=2, head_dim=DIM, v_head_dim=32)
+    assert pageant.Attention(few).workspace_bytes < 8192 * 4 * 32 * 4
+
+
+@pytest.mark.parametrize("out_format", ["fp8_e4m3", "nvfp4"])
+def test_ops_with_quantised_outputs(out_format):
+    attn = quantising()
+    kv, step, q = filled(attn), batch(), queries()
+    layer = Layer(out_format=out_format, out_scale=3.0, sinks=SINKS)
+    scales = [room_for_scales() if out_format == "nvfp4" else None for _ in range(2)]
+    want = attn.run(attn.plan(step), q, kv, layer, out_scales=scales[0])
+    out = torch.empty_like(want)
+    got = ops.paged_attention(
+        q,
+        kv.k,
+        kv.v,
+        step.query_start_loc,
+        step.seq_lens,
+        step.page_table,
+        layer=layer,
+        out=out,
+        out_scales=scales[1],
+    )
+    assert got is out
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    if scales[0] is not None:
+        assert torch.equal(*(x.view(torch.uint8) for x in scales))

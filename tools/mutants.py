@@ -64,8 +64,8 @@ MUTANTS = (
     Mutant(
         "scales: k_scale and v_scale swapped on reading",
         "plan/inputs.py",
-        'value = _number("layer.v_scale", layer.v_scale)',
-        'value = _number("layer.k_scale", layer.k_scale)',
+        "value = float(layer.v_scale)",
+        "value = float(layer.k_scale)",
     ),
     Mutant(
         "drafts: a tree forgets the token itself",
@@ -89,8 +89,8 @@ MUTANTS = (
     Mutant(
         "write: fp8 does not saturate",
         "cache/quantize.py",
-        "values = values.clamp(-fmt.max_value, fmt.max_value)",
-        "pass",
+        "bounded = values.clamp(-fmt.max_value, fmt.max_value)",
+        "bounded = values",
         ("tests/cache",),
     ),
     Mutant(
@@ -159,8 +159,8 @@ MUTANTS = (
     Mutant(
         "int8: halves go up",
         "cache/quantize.py",
-        "values.round().nan_to_num(0.0)",
-        "(values + 0.5).floor().nan_to_num(0.0)",
+        "bounded.round().nan_to_num(0.0)",
+        "(bounded + 0.5).floor().nan_to_num(0.0)",
         ("tests/cache/test_formats.py",),
     ),
     Mutant(
@@ -405,9 +405,9 @@ def is_caught(mutant: Mutant) -> bool:
             timeout=SECONDS,
             check=False,
         )
-    if result.returncode not in (0, 1):
+    if result.returncode > 1:  # a negative one is a crash: the fault was met
         raise SystemExit(f"{mutant.name}: the tests did not run\n{result.stdout}{result.stderr}")
-    return result.returncode == 1
+    return result.returncode != 0
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ A new format is a new row here, not a new branch elsewhere: kernels read the num
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -75,8 +75,29 @@ class Format:
         return self.num_scales(head_dim) * (self.scale_dtype.itemsize if self.scale_dtype else 0)
 
 
-_BF16_MAX, _FP32_MAX = torch.finfo(torch.bfloat16).max, torch.finfo(torch.float32).max
-_E4M3_MAX, _E2M1_MAX = 448.0, 6.0
+# OCP 8-bit floating point specification 1.0: e4m3 has no infinity, 0x7f is its only NaN.
+_FP8_E4M3 = Format(
+    name="fp8_e4m3",
+    element_dtype=torch.float8_e4m3fn,
+    bits=8,
+    exponent_bits=4,
+    mantissa_bits=3,
+    max_value=448.0,
+    quantized=True,
+)
+# e2m1 of the OCP microscaling formats 1.0, with NVIDIA's blocks of 16 and e4m3 scales.
+_NVFP4 = Format(
+    name="nvfp4",
+    element_dtype=torch.uint8,
+    bits=4,
+    exponent_bits=2,
+    mantissa_bits=1,
+    max_value=6.0,
+    quantized=True,
+    scale_dtype=torch.float8_e4m3fn,
+    scale_block=16,
+    block_tops=(6.0,),
+)
 
 FORMATS: dict[str, Format] = {
     row.name: row
@@ -87,7 +108,7 @@ FORMATS: dict[str, Format] = {
             bits=32,
             exponent_bits=8,
             mantissa_bits=23,
-            max_value=_FP32_MAX,
+            max_value=torch.finfo(torch.float32).max,
         ),
         Format(
             name="fp16",
@@ -103,18 +124,9 @@ FORMATS: dict[str, Format] = {
             bits=16,
             exponent_bits=8,
             mantissa_bits=7,
-            max_value=_BF16_MAX,
+            max_value=torch.finfo(torch.bfloat16).max,
         ),
-        # OCP 8-bit floating point specification 1.0: e4m3 has no infinity, 0x7f is its only NaN.
-        Format(
-            name="fp8_e4m3",
-            element_dtype=torch.float8_e4m3fn,
-            bits=8,
-            exponent_bits=4,
-            mantissa_bits=3,
-            max_value=_E4M3_MAX,
-            quantized=True,
-        ),
+        _FP8_E4M3,
         Format(
             name="fp8_e5m2",
             element_dtype=torch.float8_e5m2,
@@ -134,41 +146,9 @@ FORMATS: dict[str, Format] = {
             quantized=True,
             scale_dtype=torch.float32,
         ),
-        Format(
-            name="fp8_e4m3_token_head",
-            element_dtype=torch.float8_e4m3fn,
-            bits=8,
-            exponent_bits=4,
-            mantissa_bits=3,
-            max_value=_E4M3_MAX,
-            quantized=True,
-            scale_dtype=torch.float32,
-        ),
-        # e2m1 of the OCP microscaling formats 1.0, with NVIDIA's blocks of 16 and e4m3 scales.
-        Format(
-            name="nvfp4",
-            element_dtype=torch.uint8,
-            bits=4,
-            exponent_bits=2,
-            mantissa_bits=1,
-            max_value=_E2M1_MAX,
-            quantized=True,
-            scale_dtype=torch.float8_e4m3fn,
-            scale_block=16,
-            block_tops=(6.0,),
-        ),
-        Format(
-            name="nvfp4_4over6",
-            element_dtype=torch.uint8,
-            bits=4,
-            exponent_bits=2,
-            mantissa_bits=1,
-            max_value=_E2M1_MAX,
-            quantized=True,
-            scale_dtype=torch.float8_e4m3fn,
-            scale_block=16,
-            block_tops=(6.0, 4.0),
-        ),
+        replace(_FP8_E4M3, name="fp8_e4m3_token_head", scale_dtype=torch.float32),
+        _NVFP4,
+        replace(_NVFP4, name="nvfp4_4over6", block_tops=(6.0, 4.0)),
     )
 }
 ALIASES = {"fp8": "fp8_e4m3"}
@@ -181,6 +161,8 @@ def resolve(name: str, model_dtype: torch.dtype) -> Format:
     Raises:
         ArgumentError: argument "cache", for a name that is not a format.
     """
+    if not isinstance(name, str):
+        raise bad("cache", name, ", ".join(("auto", *ALIASES, *FORMATS)))
     name = OF_DTYPE.get(model_dtype, "fp32") if name == "auto" else ALIASES.get(name, name)
     if name not in FORMATS:
         raise bad("cache", name, ", ".join(("auto", *ALIASES, *FORMATS)))

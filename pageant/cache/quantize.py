@@ -21,6 +21,8 @@ from __future__ import annotations
 import torch
 
 from pageant.cache.formats import FORMATS, Format, resolve
+from pageant.cache.scales import check_scale
+from pageant.cache.tensors import FLOATS, check_tensor
 from pageant.types import ArgumentError, Scalar, bad
 
 Stored = tuple[torch.Tensor, torch.Tensor | None]  # elements, and scales where there are any
@@ -171,6 +173,8 @@ def quantize(x: torch.Tensor, format: str, scale: Scalar = 1.0) -> Stored:
         The stored elements ([..., D]; nvfp4 uint8 [..., D / 2]), and the stored scales: float32
         [...] for one a row, e4m3 [..., ceil(D / 16)] for nvfp4, None for formats without any.
     """
+    check_tensor("x", x, (*FLOATS, torch.float64))
+    check_scale("scale", scale)
     fmt = resolve(format, x.dtype)
     if fmt.scale_dtype is not None and (
         not x.shape or not x.shape[-1] or x.shape[-1] % fmt.per_byte
@@ -190,6 +194,9 @@ def dequantize(
         format: a cache format's name.
         scale: per-tensor factor.
     """
+    if not isinstance(codes, torch.Tensor) or codes.layout != torch.strided:
+        raise bad("codes", type(codes).__name__, "a strided tensor of stored elements")
+    check_scale("scale", scale)
     fmt = resolve(format, codes.dtype)
     if codes.element_size() != fmt.element_dtype.itemsize:
         raise bad("codes", codes.dtype, f"{fmt.element_dtype}, or bytes of the same size")

@@ -9,6 +9,7 @@ import torch
 from pageant.cache.formats import Format, resolve
 from pageant.cache.layout import CacheLayout
 from pageant.cache.pages import LayerCache, layout_for
+from pageant.cache.tensors import overlaps_itself
 from pageant.types import CacheSpec, Shape, bad
 
 Scales = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -57,7 +58,27 @@ def wrap(
         if other is not None and other.shape[0] != elements[0].shape[0]:
             allowed = f"as many pages as k, {elements[0].shape[0]}"
             raise bad(name, f"{other.shape[0]} pages", allowed)
+    _check_apart({"k": elements[0], "v": elements[1], "k_scales": stored[0], "v_scales": stored[1]})
     return LayerCache(*elements, fmt, *stored, spec.v_scale_order)
+
+
+def _check_apart(views: dict[str, torch.Tensor | None]) -> None:
+    """Raise where two slots are one in memory: writing one would change the other."""
+    starts: dict[int, str] = {}
+    for name, view in views.items():
+        if view is None or not view.numel():
+            continue
+        steps = sorted(
+            (step, size) for size, step in zip(view.shape, view.stride(), strict=True) if size > 1
+        )
+        reach = 1
+        for step, size in steps:
+            if step < reach and overlaps_itself(view):
+                raise bad(name, f"a tensor of strides {view.stride()}", "slots that are apart")
+            reach = max(reach, step * (size - 1) + reach)
+        other = starts.setdefault(view.data_ptr(), name)
+        if other != name:
+            raise bad(name, f"the memory of {other}", "memory of its own")
 
 
 def _check_given(fmt: Format, scales: Scales, *, is_combined: bool) -> None:

@@ -4,5 +4,6 @@ config     sizes                             pages      who owns which page, kno
 model      load a model (smollm2: default)   runner     one step through the model
 request    one prompt on its way             sampler    the next token
 scheduler  who computes what in a step       engine     the loop that joins them
-metrics    what it took                      generate   the command line (display: its output)
+drafts     guesses at the next tokens        metrics    what it took
+generate   the command line (display: its output)
 """

@@ -23,7 +23,8 @@ class EngineConfig:
         prefill_budget: tokens of all prompts a step (at least one whole prompt if chunk_size is
             None).
         prefix_cache: use pages of earlier prompts again.
-        options: how the attention works.
+        speculative_tokens: draft tokens verified beside each new one, at most; 0 drafts none.
+        options: how the attention works; the engine fills in its speculative_tokens.
 
     >>> EngineConfig(cache=CacheSpec(page_size=48)).pool_pages
     171
@@ -35,23 +36,30 @@ class EngineConfig:
     chunk_size: int | None = 256
     prefill_budget: int = 512
     prefix_cache: bool = True
+    speculative_tokens: int = 0
     options: Options = field(default_factory=Options)
 
     def __post_init__(self) -> None:
         for name, kind in (("cache", CacheSpec), ("options", Options)):
             if not isinstance(getattr(self, name), kind):
                 raise EngineError(f"{name} is {getattr(self, name)!r}; allowed: {kind.__name__}")
-        sizes = (  # name, value, and whose bound it has
-            ("page_size", self.cache.page_size, "page_size"),
-            ("num_pages", self.num_pages, "num_pages"),
-            ("max_requests", self.max_requests, "max_requests"),
-            ("chunk_size", self.chunk_size, "max_tokens"),
-            ("prefill_budget", self.prefill_budget, "max_tokens"),
+        sizes = (  # name, value, its least value, and whose bound it has
+            ("page_size", self.cache.page_size, 1, "page_size"),
+            ("num_pages", self.num_pages, 1, "num_pages"),
+            ("max_requests", self.max_requests, 1, "max_requests"),
+            ("chunk_size", self.chunk_size, 1, "max_tokens"),
+            ("prefill_budget", self.prefill_budget, 1, "max_tokens"),
+            ("speculative_tokens", self.speculative_tokens, 0, "speculative_tokens"),
         )
-        for name, value, bound in sizes:
+        for name, value, least, bound in sizes:
             optional = value is None and name in ("num_pages", "chunk_size")
-            if not optional and not is_whole(value, 1, bound):
-                raise EngineError(f"{name} is {value!r}; allowed: {whole(1, bound)}")
+            if not optional and not is_whole(value, least, bound):
+                raise EngineError(f"{name} is {value!r}; allowed: {whole(least, bound)}")
+        if self.options.speculative_tokens not in (0, self.speculative_tokens):
+            raise EngineError(
+                f"options.speculative_tokens is {self.options.speculative_tokens!r}; allowed: 0, "
+                f"or the engine's own, speculative_tokens={self.speculative_tokens}"
+            )
 
     @property
     def pool_pages(self) -> int:

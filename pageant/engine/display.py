@@ -88,10 +88,18 @@ def figures(report: Report) -> Table:
         "pages computed once for several": f"{report.peak_shared_pages} at peak",
         "prefix-cache hits": f"{report.prefix_hit_tokens} tokens",
         "preemptions": f"{report.preemptions}",
+        "drafts accepted": _acceptance(report),
     }
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _acceptance(report: Report) -> str:
+    if report.acceptance_rate is None:
+        return "-"
+    counts = f"{report.accepted_tokens} of {report.drafted_tokens}"
+    return f"{counts} ({report.acceptance_rate:.1%})"
 
 
 def _milliseconds(p50: float | None, p95: float | None) -> str:

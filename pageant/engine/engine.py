@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from pageant.engine.pages import PagePool
 from pageant.engine.prompts import LengthLimit, tokens_of
 from pageant.engine.request import FinishReason, OnText, Request, Sampling
 from pageant.engine.runner import Runner
-from pageant.engine.sampler import Sampler, choose_tokens
+from pageant.engine.sampler import Sampler, Turn, choose_tokens
 from pageant.engine.scheduler import Scheduler, StepLimits, Work
 from pageant.integrations.transformers import layers_of
 from pageant.types import Features, Limits
@@ -91,17 +91,18 @@ class Engine:
                 config.prefill_budget, 0 if config.chunk_size else self.limit.max_len
             ),
             chunk_size=config.chunk_size,
+            speculative_tokens=config.speculative_tokens,
         )
         attention = Attention(
             shape=shape,
             cache=config.cache,
             limits=Limits(
                 max_requests=limits.max_requests,
-                max_tokens=limits.max_requests + limits.prefill_budget,
+                max_tokens=limits.max_tokens,
                 max_seq_len=self.limit.max_len,
             ),
             features=Features.of(layers),
-            options=config.options,
+            options=replace(config.options, speculative_tokens=config.speculative_tokens),
             device=self._device,
         )
         cache = attention.new_cache(num_layers=len(layers), num_pages=config.pool_pages)
@@ -155,8 +156,7 @@ class Engine:
         pages = self.scheduler.pool.num_owned
         logits = self._runner.run(works)
         sampling = [work for work in works if work.samples]
-        samplers = [self._outlets[work.request.id].sampler for work in sampling]
-        finished = self._take(sampling, choose_tokens(logits, samplers))
+        finished = self._take(sampling, choose_tokens(logits, [self._turn(w) for w in sampling]))
         self.metrics.stepped(time.perf_counter() - started, pages, self._runner.shared_pages)
         return finished
 
@@ -197,11 +197,31 @@ class Engine:
             preemptions=self.scheduler.num_preemptions,
         )
 
-    def _take(self, works: list[Work], tokens: list[int]) -> list[Request]:
-        """Append a token to each request, pass its text on, and let finished requests go."""
+    def _turn(self, work: Work) -> Turn:
+        request = work.request
+        sampler = self._outlets[request.id].sampler
+        return Turn(sampler, request.tokens[: request.num_tokens], work.drafts)
+
+    def _take(self, works: list[Work], chosen: list[list[int]]) -> list[Request]:
+        """Give each request its tokens, and let finished requests go."""
         finished = []
-        for work, token in zip(works, tokens, strict=True):
-            request, outlet = work.request, self._outlets[work.request.id]
+        for work, tokens in zip(works, chosen, strict=True):
+            request = work.request
+            num_taken = self._append(request, tokens)
+            if work.drafts:
+                num_accepted = min(num_taken, len(tokens) - 1)  # the last was no draft
+                self.scheduler.accept(request, num_accepted)
+                self.metrics.verified(drafted=len(work.drafts), accepted=num_accepted)
+            if request.finish_reason is not None:
+                self.scheduler.finish(request)
+                del self._outlets[request.id]
+                finished.append(request)
+        return finished
+
+    def _append(self, request: Request, tokens: list[int]) -> int:
+        """Append tokens until one is the request's last; pass their text on; how many they were."""
+        outlet = self._outlets[request.id]
+        for count, token in enumerate(tokens, 1):
             is_first = request.num_tokens == request.num_prompt_tokens
             request.append(token, self._stop_tokens)
             is_last = request.finish_reason is not None
@@ -209,10 +229,8 @@ class Engine:
             if outlet.on_text and (text := outlet.detokenizer.push(token, is_last=is_last)):
                 outlet.on_text(text)
             if is_last:
-                self.scheduler.finish(request)
-                del self._outlets[request.id]
-                finished.append(request)
-        return finished
+                return count
+        return len(tokens)
 
 
 def _stop_tokens(model: Any) -> frozenset[int]:

@@ -68,6 +68,9 @@ def generate(  # budget: one parameter for each option of the command line
     no_prefix_cache: Annotated[
         bool, typer.Option("--no-prefix-cache", help="Compute every prompt from its start.")
     ] = False,
+    spec: Annotated[
+        int, typer.Option(help="Tokens to draft a step from the text so far; 0: none.")
+    ] = 0,
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
@@ -84,6 +87,7 @@ def generate(  # budget: one parameter for each option of the command line
             num_pages=num_pages,
             chunk_size=chunk_size or None,
             prefix_cache=not no_prefix_cache,
+            speculative_tokens=spec,
         )
         sampling = Sampling(
             max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed

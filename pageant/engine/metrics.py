@@ -20,11 +20,14 @@ class Report:
         seconds: spent in steps.
         tokens_per_second: generated tokens by seconds.
         first_token_p50_s, first_token_p95_s: from a request's arrival to its first token.
-        inter_token_p50_s, inter_token_p95_s: from each token to the next of the same request.
+        inter_token_p50_s, inter_token_p95_s: from each token to the next of the same request;
+            accepted drafts come all at once.
         peak_pages, num_pages: pages owned at the most, and in the pool.
         peak_shared_pages: pages at the most whose keys a step computed once for several requests.
         prefix_hit_tokens: prompt tokens found in the prefix cache.
         preemptions: times a request lost its pages.
+        drafted_tokens, accepted_tokens: drafts verified, and those that became part of a text.
+        acceptance_rate: accepted by drafted tokens; None without drafts.
     """
 
     prompt_tokens: int
@@ -40,6 +43,9 @@ class Report:
     peak_shared_pages: int
     prefix_hit_tokens: int
     preemptions: int
+    drafted_tokens: int
+    accepted_tokens: int
+    acceptance_rate: float | None
 
 
 @dataclass
@@ -51,6 +57,8 @@ class Metrics:
     seconds: float = 0.0
     peak_pages: int = 0
     peak_shared_pages: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     first_token_s: list[float] = field(default_factory=list)
     inter_token_s: list[float] = field(default_factory=list)
     _last_token_at: dict[int, float] = field(default_factory=dict)
@@ -76,6 +84,11 @@ class Metrics:
         if is_last:
             del self._last_token_at[request_id]
 
+    def verified(self, *, drafted: int, accepted: int) -> None:
+        """Of the drafts of a request's step, so many became part of its text."""
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
+
     def report(self, *, num_pages: int, prefix_hit_tokens: int, preemptions: int) -> Report:
         """The figures so far, with those only the pool and the scheduler know."""
         first_p50, first_p95 = _percentiles(self.first_token_s)
@@ -94,6 +107,11 @@ class Metrics:
             peak_shared_pages=self.peak_shared_pages,
             prefix_hit_tokens=prefix_hit_tokens,
             preemptions=preemptions,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
+            acceptance_rate=(
+                self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
+            ),
         )
 
 

@@ -120,13 +120,18 @@ class Request:
         """Tokens not yet computed; exactly 1 once the prompt is through."""
         return self.num_tokens - self.num_computed
 
+    @property
+    def num_missing(self) -> int:
+        """Tokens until it ends, unless an end-of-text token comes first."""
+        return len(self.tokens) - self.num_tokens
+
     def append(self, token: int, stop_tokens: frozenset[int]) -> None:
         """Take a sampled token, and finish if it is the last."""
         self.tokens[self.num_tokens] = token
         self.num_tokens += 1
         if token in stop_tokens:
             self.finish_reason = "stop"
-        elif self.num_tokens == len(self.tokens):
+        elif self.num_missing == 0:
             self.finish_reason = self.last_reason
 
     def keys_of(self, num_pages: int, page_size: int) -> list[bytes]:

@@ -49,20 +49,19 @@ class Runner:
         """Compute a step in batch order.
 
         Returns:
-            Logits [S, V] in the model's dtype, one row for each work that samples, in order.
+            Logits [S, V] in the model's dtype: of each work that samples, in order, the row of its
+            last token, then one for each of its drafts.
         """
         inputs = StepInputs(works, self.page_size)
         plan = self.attention.plan(inputs.batch(self.device))
         self.shared_pages = max(
             sum(len(prefix.pages) for prefix in prefixes) for prefixes in plan.shared.values()
         )
-        last_rows = inputs.query_start_loc[1:] - 1
-        sampling_rows = last_rows[[work.samples for work in works]]
         output = self.model(
             input_ids=self._put(inputs.token_ids)[None],
             position_ids=self._put(inputs.positions)[None],
             use_cache=False,
-            logits_to_keep=self._put(sampling_rows.astype(np.int64)),
+            logits_to_keep=self._put(inputs.sampling_rows),
             pageant_step=Step(self.attention, plan, self.cache, self.layers),
         )
         logits: torch.Tensor = output.logits[0]
@@ -80,11 +79,12 @@ class StepInputs:
         query_start_loc: int32 [R + 1].
         seq_lens: int32 [R].
         page_table: int32 [R, W], W just wide enough.
+        sampling_rows: int64 [S], the tokens whose logits are wanted.
     """
 
     def __init__(self, works: list[Work], page_size: int) -> None:
         starts = np.array([work.start for work in works], np.int32)
-        query_lens = np.array([work.num_tokens for work in works], np.int32)
+        query_lens = np.array([work.num_tokens + len(work.drafts) for work in works], np.int32)
         self.query_start_loc = np.zeros(len(works) + 1, np.int32)
         np.cumsum(query_lens, out=self.query_start_loc[1:])
         self.seq_lens = starts + query_lens
@@ -95,14 +95,16 @@ class StepInputs:
         for row, work in zip(self.page_table, works, strict=True):
             row[: work.request.num_pages] = work.request.pages[: work.request.num_pages]
 
-        self.token_ids = np.concatenate(
-            [work.request.tokens[work.start : work.start + work.num_tokens] for work in works]
-        )
+        self.token_ids = np.concatenate([work.token_ids for work in works])
         first_positions = np.repeat(starts - self.query_start_loc[:-1], query_lens)
         self.positions = np.arange(len(self.token_ids)) + first_positions
         requests = np.repeat(np.arange(len(works)), query_lens)
         pages = self.page_table[requests, self.positions // page_size].astype(np.int64)
         self.slots = pages * page_size + self.positions % page_size
+
+        wanted = [1 + len(work.drafts) if work.samples else 0 for work in works]
+        first_wanted = np.repeat(self.query_start_loc[1:] - wanted, query_lens)
+        self.sampling_rows = np.flatnonzero(np.arange(len(self.token_ids)) >= first_wanted)
 
     def batch(self, device: torch.device) -> Batch:
         """The step as Pageant plans it."""

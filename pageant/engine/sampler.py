@@ -1,10 +1,21 @@
-"""Which token comes next, by transformers' own logits processors.
+"""Which tokens come next, by transformers' own logits processors.
 
 Each request has a generator of its own, so its tokens do not depend on what else is in the batch.
+
+Drafts change nothing about the tokens, only how many come from one step. At each place a token is
+drawn from the target distribution p as if there were no draft, and the draft x is accepted if it is
+that token. This is rejection sampling for a certain draft: x is accepted with probability p(x), and
+what is drawn in its stead follows p without x. One draw a token also means that a seed gives the
+same tokens however many drafts there were.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import (
     LogitsProcessorList,
@@ -34,23 +45,67 @@ class Sampler:
             self._generator.seed()
         else:
             self._generator.manual_seed(sampling.seed)
-        self._no_ids = torch.empty(1, 0, dtype=torch.int64, device=device)
 
-    def draw(self, logits: torch.Tensor) -> int:
-        """The next token of logits [V]."""
-        scores = self._processors(self._no_ids, logits.float()[None])
+    def draw(self, logits: torch.Tensor, tokens: torch.Tensor) -> int:
+        """The next token of logits [V], after tokens int64 [N] on the same device."""
+        scores = self._processors(tokens[None], logits.float()[None])
         probabilities = torch.softmax(scores, dim=-1)
         return int(torch.multinomial(probabilities, 1, generator=self._generator))
 
 
-def choose_tokens(logits: torch.Tensor, samplers: list[Sampler | None]) -> list[int]:
-    """The next token of each row of logits [S, V]; rows without a sampler take the likeliest.
+@dataclass(frozen=True)
+class Turn:
+    """A request that gets its next tokens.
 
-    >>> choose_tokens(torch.tensor([[0.0, 2.0, 1.0], [5.0, 0.0, 0.0]]), [None, None])
-    [1, 0]
+    Attributes:
+        sampler: None takes the likeliest tokens.
+        tokens: int64 [N], its tokens so far.
+        drafts: guesses at the next.
     """
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
-    return [
-        token if sampler is None else sampler.draw(row)
-        for token, sampler, row in zip(tokens, samplers, logits, strict=True)
-    ]
+
+    sampler: Sampler | None
+    tokens: npt.NDArray[np.int64]
+    drafts: Sequence[int] = ()
+
+
+def choose_tokens(logits: torch.Tensor, turns: Sequence[Turn]) -> list[list[int]]:
+    """Each request's next tokens: the drafts that are right, and one more.
+
+    Args:
+        logits: [S, V]; of each request, in order, those after its tokens and after each draft.
+        turns: one a request.
+
+    The second draft is wrong:
+
+    >>> logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, 0.0, 0.0], [3.0, 0.0, 0.0]])
+    >>> choose_tokens(logits, [Turn(None, np.array([2]), drafts=[1, 2])])
+    [[1, 0]]
+    """
+    likeliest: list[int] = logits.argmax(dim=-1).tolist()
+    chosen, end = [], 0
+    for turn in turns:
+        start, end = end, end + 1 + len(turn.drafts)
+        if turn.sampler is None:
+            tokens: Iterable[int] = likeliest[start:end]
+        else:
+            tokens = _draws(turn.sampler, logits[start:end], turn)
+        chosen.append(_up_to_first_miss(tokens, turn.drafts))
+    return chosen
+
+
+def _draws(sampler: Sampler, logits: torch.Tensor, turn: Turn) -> Iterable[int]:
+    """Draw a token at each place when asked for it, all drafts before it being right."""
+    host = np.append(turn.tokens, np.array(turn.drafts, np.int64))
+    tokens = torch.from_numpy(host).to(logits.device)
+    for place, row in enumerate(logits):
+        yield sampler.draw(row, tokens[: len(turn.tokens) + place])
+
+
+def _up_to_first_miss(tokens: Iterable[int], drafts: Sequence[int]) -> list[int]:
+    """Tokens up to the first that is not the draft of its place; none after it is asked for."""
+    taken = []
+    for token, draft in zip(tokens, [*drafts, None], strict=False):
+        taken.append(token)
+        if token != draft:
+            break
+    return taken

@@ -4,13 +4,20 @@ First come, first served. A request past its prompt computes one token each step
 step's prefill budget in chunks. When pages run out, the latest request loses its own and returns to
 the front of the queue with its tokens kept, to be computed again. The earliest request can always
 go on, since no request is longer than the pool: there is no deadlock.
+
+A request's next token may bring drafts of those after it. They take only pages that nobody needs in
+the step and return what they took unless they are accepted, so they never cost anyone its pages.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
+
+from pageant.engine.drafts import look_up
 from pageant.engine.pages import PagePool
 from pageant.engine.request import Request
 
@@ -23,24 +30,41 @@ class StepLimits:
         max_requests: requests computed together.
         prefill_budget: prompt tokens of all requests together.
         chunk_size: prompt tokens of one request; None computes every prompt in one piece.
+        speculative_tokens: drafts of one request.
     """
 
     max_requests: int
     prefill_budget: int
     chunk_size: int | None
+    speculative_tokens: int = 0
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of a step: its prompts', and each request's next one with drafts."""
+        return self.prefill_budget + self.max_requests * (1 + self.speculative_tokens)
 
 
 @dataclass(frozen=True)
 class Work:
-    """One request's part of a step: its tokens start .. start + num_tokens - 1 are computed."""
+    """One request's part of a step: its tokens start .. start + num_tokens - 1 are computed.
+
+    Where that is its last token alone, guesses at the next, its drafts, are computed with it.
+    """
 
     request: Request
     start: int
     num_tokens: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int64]:
+        """What the model computes: int64 [num_tokens + drafts]."""
+        tokens = self.request.tokens[self.start : self.start + self.num_tokens]
+        return np.append(tokens, np.array(self.drafts, np.int64))
 
     @property
     def samples(self) -> bool:
-        """Whether the last row of this work yields the request's next token."""
+        """Whether the last of the request's tokens is computed, which yields the next."""
         return self.start + self.num_tokens == self.request.num_tokens
 
     @property
@@ -98,7 +122,19 @@ class Scheduler:
                 works.append(self._work(request, count))
         if self.num_preemptions == preemptions_before:
             works += self._admit(budget)
+        if self.limits.speculative_tokens:
+            works = [self._with_drafts(work) for work in works]
         return sorted(works, key=lambda work: work.rank)
+
+    def accept(self, request: Request, num_drafts: int) -> None:
+        """Count the leading drafts of its last work as computed, now that they are its tokens.
+
+        The pages of the others go back: until they hold a token that stays, nobody owns them.
+        """
+        self._advance(request, request.num_computed + num_drafts)
+        needed = -(-request.num_computed // self.page_size)
+        self.pool.release(request.pages[needed : request.num_pages].tolist())
+        request.num_pages = needed
 
     def finish(self, request: Request) -> None:
         """Let a finished request's pages go."""
@@ -106,18 +142,34 @@ class Scheduler:
         self._release(request)
 
     def _work(self, request: Request, num_tokens: int) -> Work:
-        """Count the tokens as computed, and publish the pages they fill.
+        """Count the tokens as computed.
 
-        Others may reuse such a page in the same step: each layer writes all keys before it reads.
+        Others may reuse a page they fill in the same step: each layer writes all keys before it
+        reads.
         """
-        start, end = request.num_computed, request.num_computed + num_tokens
+        start = request.num_computed
+        self._advance(request, start + num_tokens)
+        return Work(request, start, num_tokens)
+
+    def _advance(self, request: Request, num_computed: int) -> None:
+        """Move on to so many computed tokens, and publish the pages filled since."""
         if self.prefix_cache:
-            first, last = start // self.page_size, end // self.page_size
+            first, last = request.num_computed // self.page_size, num_computed // self.page_size
             keys = request.keys_of(last, self.page_size)
             for index in range(first, last):
                 self.pool.publish(int(request.pages[index]), keys[index])
-        request.num_computed = end
-        return Work(request, start, num_tokens)
+        request.num_computed = num_computed
+
+    def _with_drafts(self, work: Work) -> Work:
+        """Add drafts to a request's last token, as many as its length and spare pages allow."""
+        request = work.request
+        if not work.samples or work.num_tokens > 1:
+            return work
+        room = (request.num_pages + self.pool.num_available) * self.page_size - request.num_tokens
+        count = min(self.limits.speculative_tokens, room, request.num_missing - 1)
+        drafts = look_up(request.tokens[: request.num_tokens], count)
+        self._grow(request, request.num_tokens + len(drafts))
+        return replace(work, drafts=tuple(drafts))
 
     def _chunk(self, num_pending: int, budget: int) -> int:
         """Prompt tokens to compute now; without chunks all or none."""

@@ -19,7 +19,8 @@ class AttentionCall:
     Attributes:
         q: [>= T, Hq, D], model dtype, any strides with unit content stride.
         cache: the layer's pages.
-        out: [>= T, Hq, Dv], model dtype; written at the rows the work list names.
+        out: [>= T, Hq, Dv], model dtype, or float32 where the rows are quantised afterwards;
+            written at the rows the work list names.
         lse: float32 [>= T, Hq], natural log, or None.
         query_start_loc: int32 [R + 1], first token of each request.
         key_lens: int32 [R], keys of each request (n).

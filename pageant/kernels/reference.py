@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import torch
 
-from pageant.cache.formats import Format
+from pageant.cache.formats import FORMATS, Format
 from pageant.cache.layout import swizzled
+from pageant.cache.out_scales import OutScales
 from pageant.cache.pages import LayerCache, Side
 from pageant.cache.quantize import decode, encode
 from pageant.kernels.call import AttentionCall
@@ -149,6 +150,39 @@ def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None)
         return out
     share = torch.sigmoid(lse - sinks.to(lse.dtype))
     return torch.where(lse[..., None] == -torch.inf, 0.0, out * share[..., None])
+
+
+def quantize_out(
+    rows: torch.Tensor, out: torch.Tensor, scales: OutScales | None, params: LayerParams
+) -> None:
+    """Store finished rows in a quantised form, one token and one block after another.
+
+    Args:
+        rows: float32 [T, Hq, Dv].
+        out: fp8 [>= T, Hq, Dv], or for nvfp4 uint8 [>= T, Hq, Dv / 2].
+        scales: of nvfp4; None for fp8.
+        params: out_format and out_scale.
+    """
+    fmt = FORMATS[params.out_format]
+    for token, row in enumerate(rows):
+        if scales is None:
+            out[token], _ = encode(row, fmt, params.out_scale)
+            continue
+        for block, values in enumerate(row.reshape(-1, fmt.scale_block)):
+            codes, scale = encode(values * params.out_scale, fmt)
+            head, place = divmod(block * len(codes), out.shape[2])
+            out[token, head, place : place + len(codes)] = codes
+            assert scale is not None
+            _scale_of(scales, token, block).copy_(scale[0])
+
+
+def _scale_of(scales: OutScales, token: int, block: int) -> torch.Tensor:
+    """The one element, a view, that holds the scale of a token's block."""
+    if isinstance(scales, torch.Tensor):
+        return scales[token, block]
+    row = scales.start_row + token
+    tiles = scales.scales.view(-1, scales.scales.shape[1] // 4, 32, 4, 4)
+    return tiles[row // 128, block // 4, row % 32, row % 128 // 32, block % 4]
 
 
 def merge_states(

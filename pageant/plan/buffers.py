@@ -22,17 +22,20 @@ class Workspace:
     Attributes:
         partial_out: float32 [partials, rows, Hq, Dv].
         partial_lse: float32 [partials, rows, Hq], natural log.
-        shared: the same for gathered rows; None where nothing is ever shared.
+        finished: float32 [max_tokens, Hq, Dv], rows before they are quantised; empty if no layer
+            has a quantised output.
+        shared: partial results of gathered rows; None where nothing is ever shared.
     """
 
     partial_out: torch.Tensor
     partial_lse: torch.Tensor
+    finished: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     shared: Workspace | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes allocated."""
-        own = self.partial_out.nbytes + self.partial_lse.nbytes
+        own = self.partial_out.nbytes + self.partial_lse.nbytes + self.finished.nbytes
         return own + (0 if self.shared is None else self.shared.num_bytes)
 
 
@@ -84,7 +87,9 @@ def make_work(
 def make_workspace(
     shape: Shape,
     limits: Limits,
+    features: Features,
     options: Options,
+    device: torch.device,
     decode_threshold: int,
     workers: int,
     *,
@@ -101,10 +106,14 @@ def make_workspace(
         partials = requests * options.debug_splits
     elif shares:
         partials += requests
-    if not shares:
-        return _room(partials, decode_threshold, shape)
-    shared = _room(cut, TILE_ROWS, shape)
-    return replace(_room(partials + requests * LEVELS, decode_threshold, shape), shared=shared)
+    quantizes = any(name != "model" for name in features.out_formats)
+    with torch.inference_mode(False):  # else only inference mode could write to it
+        shared = _room(cut, TILE_ROWS, shape) if shares else None
+        room = _room(partials + requests * LEVELS * shares, decode_threshold, shape)
+        finished = torch.empty(
+            limits.max_tokens * quantizes, shape.num_q_heads, shape.value_dim, device=device
+        )
+    return replace(room, finished=finished, shared=shared)
 
 
 def _room(partials: int, rows: int, shape: Shape) -> Workspace:

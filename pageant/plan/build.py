@@ -89,7 +89,14 @@ class Planner:
                 for _ in range(options.plan_slots)
             ]
             self.workspace = make_workspace(
-                shape, limits, options, self.decode_threshold, workers, shares=self.shares
+                shape,
+                limits,
+                features,
+                options,
+                device,
+                self.decode_threshold,
+                workers,
+                shares=self.shares,
             )
         except (MemoryError, RuntimeError):  # numpy's error and torch's
             allowed = (

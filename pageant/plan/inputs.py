@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from numbers import Real
 
 import torch
 
 from pageant.cache.formats import Format
 from pageant.cache.pages import LayerCache
+from pageant.cache.scales import check_scale, is_finite
+from pageant.cache.tensors import check_tensor, check_writable
 from pageant.plan.batch import Batch
-from pageant.plan.tensors import (
-    check_tensor,
-    check_writable,
-    overlaps_itself,
-    rows_meet,
-    same_memory,
-    spans_meet,
-)
-from pageant.types import Features, Layer, Scalar, Shape, bad
+from pageant.types import CacheSpec, Features, Layer, OutFormat, Shape, bad
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 PLAIN = Layer()
@@ -32,7 +24,8 @@ class LayerParams:
     Attributes:
         score_scale: factor on q·k: scale, and q_scale and k_scale where those are quantised.
         value_scale: factor on the output: v_scale if the cache is quantised.
-        window, soft_cap, sinks, alibi_slopes: as in Layer.
+        window, soft_cap, sinks, alibi_slopes, out_format: as in Layer.
+        out_scale: as in Layer; 1 for outputs that are not quantised.
     """
 
     score_scale: float
@@ -41,6 +34,8 @@ class LayerParams:
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
+    out_format: OutFormat = "model"
+    out_scale: float = 1.0
 
 
 def check_new_rows(
@@ -48,7 +43,7 @@ def check_new_rows(
 ) -> None:
     """Raise unless k is [>= T, Hkv, D] and v [>= T, Hkv, Dv], model dtype, any strides."""
     for name, x, dim in (("k", k, shape.head_dim), ("v", v, shape.value_dim)):
-        _check_rows(name, x, (num_tokens, shape.num_kv_heads, dim), (shape.dtype,), device)
+        check_rows(name, x, (num_tokens, shape.num_kv_heads, dim), (shape.dtype,), device)
 
 
 def check_unpaged(
@@ -67,74 +62,80 @@ def check_unpaged(
     check_new_rows(k, v, shape, num_rows, device)
 
 
-def check_query_rows(
-    q: torch.Tensor, out: torch.Tensor | None, shape: Shape, num_tokens: int, device: torch.device
-) -> None:
-    """Raise unless q is [>= T, Hq, D], model dtype or fp8, and out, if given, [>= T, Hq, Dv]."""
-    rows: list[tuple[str, torch.Tensor, int, tuple[torch.dtype, ...]]]
-    rows = [("q", q, shape.head_dim, (shape.dtype, *FP8_DTYPES))]
-    if out is not None:
-        rows.append(("out", out, shape.value_dim, (shape.dtype,)))
-    for name, x, dim, dtypes in rows:
-        _check_rows(name, x, (num_tokens, shape.num_q_heads, dim), dtypes, device)
-        if x.stride(-1) != 1:
-            raise bad(name, f"content stride {x.stride(-1)}", "content stride 1")
+def check_query(q: torch.Tensor, shape: Shape, num_tokens: int, device: torch.device) -> None:
+    """Raise unless q is [>= T, Hq, D], model dtype or fp8."""
+    least = (num_tokens, shape.num_q_heads, shape.head_dim)
+    check_rows("q", q, least, (shape.dtype, *FP8_DTYPES), device)
+    if q.stride(-1) != 1:
+        raise bad("q", f"content stride {q.stride(-1)}", "content stride 1")
 
 
-def check_out(out: torch.Tensor, q: torch.Tensor, cache: LayerCache, params: LayerParams) -> None:
-    """Raise unless writing `out` changes nothing that is still to be read, and writes no row twice.
-
-    It may be q itself: same memory, same strides. Otherwise it shares no element with q, and lies
-    outside the memory from the first to the last byte of anything else.
-    """
-    check_writable("out", out)
-    if overlaps_itself(out):
-        raise bad("out", f"a tensor of strides {out.stride()}", "rows that do not overlap")
-    if not same_memory(out, q) and rows_meet(out, q):
-        raise bad("out", "a part of q's memory", "q itself, or memory of its own")
-    others = {
-        "cache": (cache.k, cache.v, cache.k_scales, cache.v_scales),
-        "layer": (params.sinks, params.alibi_slopes),
-    }
-    for name, tensors in others.items():
-        if any(x is not None and spans_meet(out, x) for x in tensors):
-            raise bad("out", f"inside the {name}'s memory", "memory of its own")
-
-
-def _check_rows(
+def check_rows(
     name: str,
     x: torch.Tensor,
     least: tuple[int, int, int],
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
+    """Raise unless `x` is of one of the types and three sizes, the first perhaps larger."""
     check_tensor(name, x, dtypes, device=device)
     if x.dim() != 3 or tuple(x.shape[1:]) != least[1:] or x.shape[0] < least[0]:
         raise bad(name, list(x.shape), f"[at least {least[0]}, {least[1]}, {least[2]}]")
 
 
-def check_cache(cache: LayerCache, shape: Shape, fmt: Format, page_size: int) -> None:
-    """Raise unless the pages are of this shape and format."""
+def check_cache(
+    cache: LayerCache, shape: Shape, spec: CacheSpec, fmt: Format, device: torch.device
+) -> None:
+    """Raise unless the pages are strided tensors of this shape, format and order of scales."""
     if not isinstance(cache, LayerCache):
         raise bad(
             "cache", type(cache).__name__, "one layer of a cache: kv[i], or wrap_cache's result"
         )
-    if cache.k.dtype != fmt.element_dtype or cache.v.dtype != fmt.element_dtype:
-        raise bad("cache", f"{cache.k.dtype} and {cache.v.dtype}", f"two of {fmt.element_dtype}")
-    if cache.k.shape[:3] != cache.v.shape[:3]:
-        raise bad("cache", f"{list(cache.v.shape)} for v", f"pages as of k, {list(cache.k.shape)}")
-    have = (cache.format.name, *cache.k.shape[1:], cache.v.shape[3])
-    sizes = (dim // fmt.per_byte for dim in (shape.head_dim, shape.value_dim))
-    want = (fmt.name, page_size, shape.num_kv_heads, *sizes)
-    if have != want:
-        names = "(format, page_size, kv heads, elements a key, elements a value)"
-        raise bad("cache", have, f"{want}, that is {names}")
-    for side, dim in zip(cache.sides, (shape.head_dim, shape.value_dim), strict=True):
-        size = (*side.elements.shape[:3], *([fmt.num_scales(dim)] if fmt.scale_block else []))
-        scales = side.scales
-        stored = None if scales is None else (scales.dtype, tuple(scales.shape))
-        if stored != (None if fmt.scale_dtype is None else (fmt.scale_dtype, size)):
-            raise bad("cache", "pages with other scales", f"{fmt.scale_dtype} scales {list(size)}")
+    if cache.format is not fmt or cache.v_scale_order != spec.v_scale_order:
+        have = f"pages of format {getattr(cache.format, 'name', cache.format)!r}"
+        have += f", v_scale_order {cache.v_scale_order!r}"
+        raise bad("cache", have, f"{fmt.name}, {spec.v_scale_order}")
+    rows = (spec.page_size, shape.num_kv_heads)
+    for name, side, dim in zip("kv", cache.sides, (shape.head_dim, shape.value_dim), strict=True):
+        want: tuple[int, ...] = (*rows, dim // fmt.per_byte)
+        _check_pages(name, side.elements, fmt.element_dtype, want, device)
+        if fmt.scale_dtype is None:
+            if side.scales is not None:
+                raise bad("cache", f"pages with {name}_scales", f"none for format {fmt.name}")
+            continue
+        want = (*rows, fmt.num_scales(dim)) if fmt.scale_block else rows
+        _check_pages(f"{name}_scales", side.scales, fmt.scale_dtype, want, device)
+    for name, part in zip(("v", "k_scales", "v_scales"), _tensors(cache)[1:], strict=False):
+        if part.shape[0] != cache.num_pages:
+            have = f"{part.shape[0]} pages of {name}"
+            raise bad("cache", have, f"{cache.num_pages} pages, as of k")
+
+
+def _check_pages(
+    name: str,
+    x: torch.Tensor | None,
+    dtype: torch.dtype,
+    want: tuple[int, ...],
+    device: torch.device,
+) -> None:
+    check_tensor("cache", x, (dtype,), dims=1 + len(want), device=device)
+    assert x is not None
+    if x.shape[1:] != want:
+        allowed = f"[pages, {', '.join(map(str, want))}]"
+        raise bad("cache", f"{name} of shape {list(x.shape)}", allowed)
+    if len(want) == 3 and want[2] > 1 and x.stride(3) != 1:
+        raise bad("cache", f"{name} with content stride {x.stride(3)}", "content stride 1")
+
+
+def _tensors(cache: LayerCache) -> list[torch.Tensor]:
+    parts = (cache.k, cache.v, cache.k_scales, cache.v_scales)
+    return [part for part in parts if part is not None]
+
+
+def check_cache_writable(cache: LayerCache) -> None:
+    """Raise if torch would not let us write to some part of the pages."""
+    for part in _tensors(cache):
+        check_writable("cache", part)
 
 
 def layer_of(layer: Layer | None) -> Layer:
@@ -143,6 +144,8 @@ def layer_of(layer: Layer | None) -> Layer:
         return PLAIN
     if not isinstance(layer, Layer):
         raise bad("layer", type(layer).__name__, "None, or a pageant.Layer")
+    if not isinstance(layer.shares_cache, bool):
+        raise bad("layer.shares_cache", layer.shares_cache, "True or False")
     return layer
 
 
@@ -165,19 +168,21 @@ def resolve_layer(
             raise bad(f"layer.{name}", "given", f"None, unless Features({name}=True) is declared")
     if layer.alibi_slopes is not None and not features.alibi:
         raise bad("layer.alibi_slopes", "given", "None, unless Features(alibi=True) is declared")
-    if layer.soft_cap is not None and not (_is_finite(layer.soft_cap) and layer.soft_cap > 0):
+    if layer.soft_cap is not None and not (is_finite(layer.soft_cap) and layer.soft_cap > 0):
         raise bad("layer.soft_cap", layer.soft_cap, "a finite number above 0, or None")
-    if layer.scale is not None and not _is_finite(layer.scale):
+    if layer.scale is not None and not is_finite(layer.scale):
         raise bad("layer.scale", layer.scale, "a finite number, or None")
+    for name in ("q_scale", "k_scale", "v_scale", "out_scale"):
+        check_scale(f"layer.{name}", getattr(layer, name))
     for name in ("sinks", "alibi_slopes"):
         _check_per_head(name, getattr(layer, name), shape.num_q_heads, q.device)
     score = shape.head_dim**-0.5 if layer.scale is None else layer.scale
     if q.dtype in FP8_DTYPES:
-        score *= _number("layer.q_scale", layer.q_scale)
+        score *= float(layer.q_scale)
     value = 1.0
     if fmt.uses_layer_scales:
-        score *= _number("layer.k_scale", layer.k_scale)
-        value = _number("layer.v_scale", layer.v_scale)
+        score *= float(layer.k_scale)
+        value = float(layer.v_scale)
     return LayerParams(
         score_scale=score,
         value_scale=value,
@@ -185,6 +190,8 @@ def resolve_layer(
         soft_cap=layer.soft_cap,
         sinks=layer.sinks,
         alibi_slopes=layer.alibi_slopes,
+        out_format=layer.out_format,
+        out_scale=1.0 if layer.out_format == "model" else float(layer.out_scale),
     )
 
 
@@ -196,26 +203,3 @@ def _check_per_head(
     check_tensor(f"layer.{name}", x, (torch.float32,), dims=1, device=device)
     if x.shape[0] != num_q_heads:
         raise bad(f"layer.{name}", list(x.shape), f"[{num_q_heads}], one a query head")
-
-
-def _is_finite(number: object) -> bool:
-    if isinstance(number, bool) or not isinstance(number, Real):  # numpy's numbers are Real too
-        return False
-    return math.isfinite(number)
-
-
-def check_scale(name: str, scale: Scalar) -> None:
-    """Raise unless the scale is one number; what a tensor holds is not read."""
-    if isinstance(scale, torch.Tensor):
-        if scale.numel() != 1:
-            raise bad(name, list(scale.shape), "a float, or a tensor of one element")
-        if scale.is_complex() or scale.dtype == torch.bool or scale.is_meta:
-            have = "a meta tensor" if scale.is_meta else scale.dtype
-            raise bad(name, have, "a float, or a tensor that holds a real number")
-    elif not _is_finite(scale) or scale <= 0:
-        raise bad(name, scale, "a finite number above 0, or a tensor of one element")
-
-
-def _number(name: str, scale: Scalar) -> float:
-    check_scale(name, scale)
-    return float(scale)

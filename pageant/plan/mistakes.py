@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from pageant.cache.tensors import check_tensor
 from pageant.plan.batch import Batch
-from pageant.plan.tensors import check_tensor
 from pageant.types import Features, Limits, bad
 
 IntArray = np.ndarray[Any, Any]

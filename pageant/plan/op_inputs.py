@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from pageant.cache.formats import resolve
-from pageant.plan.tensors import FLOATS, check_tensor
-from pageant.types import bad
+from pageant.cache.scales import check_scale
+from pageant.cache.tensors import FLOATS, check_tensor
+from pageant.types import Scalar, bad
 
 BATCH_FIELDS = ("causal", "draft_mask", "draft_parents", "encoder_seq_lens")
 INT32, BYTES = (torch.int32,), (torch.uint8, torch.int8)
@@ -79,3 +80,24 @@ def check_starts(name: str, starts: torch.Tensor, num_rows: int) -> None:
         raise bad(name, [], "[requests + 1]")
     if int(starts[0]) < 0 or int(starts[-1]) > num_rows or bool((starts.diff() < 0).any()):
         raise bad(name, starts.tolist(), f"offsets that never fall, up to the {num_rows} keys")
+
+
+def check_new_pages(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: tuple[torch.Tensor, torch.Tensor],
+    slot_mapping: torch.Tensor,
+    scales: tuple[Scalar, Scalar],
+) -> None:
+    """Raise unless these are what is written, where to, and two scales; sizes are not compared."""
+    for name, x in (("k", k), ("v", v)):
+        check_tensor(name, x, FLOATS, dims=3)
+    for name, x in zip(PAGE_NAMES, pages, strict=True):
+        if not isinstance(x, torch.Tensor) or x.dim() != 4:
+            have = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise bad(name, have, "a tensor [pages, page_size, kv heads, elements]")
+    check_tensor("slot_mapping", slot_mapping, (torch.int64,), dims=1, device=k.device)
+    if not isinstance(scales, tuple | list) or len(scales) != 2:
+        raise bad("scales", scales, "two scales, of keys and of values")
+    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+        check_scale(name, scale)

@@ -23,7 +23,7 @@ from pageant.select.needs import NVFP4, Need, dtype_name, needs_of
 from pageant.select.refusal import Refusal
 from pageant.select.row import PHASES, GraphLevel, Phase, QueryRule, Reports, Row
 from pageant.select.text import lines_of
-from pageant.select.validate import OUT_FORMATS
+from pageant.select.validate import OUT_FORMATS, check_config
 from pageant.types import CacheSpec, Features, Options, Shape, Support
 
 
@@ -177,6 +177,8 @@ class Explanation:
     def _runs_with(self, cache: CacheSpec | None = None, features: Features | None = None) -> bool:
         cache, features = cache or self.cache, features or self.features
         assert self.device is not None
+        if not check_config(self.shape, cache, features, self.options):
+            return False
         needs = needs_of(self.shape, cache, features, self.options, self.device, self.cubins)
         return has_kernels(needs, self.options.kernels, self.missing)
 

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -167,7 +168,11 @@ def named(argument: str, name: Any, values: dict[str, Any]) -> Any:
 
 
 def _has_cap(cap: Any) -> bool:
-    if isinstance(cap, bool) or not isinstance(cap, int | float | None) or not (cap or 0) >= 0:
+    if (
+        isinstance(cap, bool)
+        or not isinstance(cap, int | float | None)
+        or not 0 <= (cap or 0) < math.inf
+    ):
         raise bad("soft_cap", cap, "a number from 0 up; 0 means none")
     return bool(cap)
 

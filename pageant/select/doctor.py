@@ -7,12 +7,23 @@ import platform
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 
 from pageant.device import Device, driver_version, present
+from pageant.select.arguments import (
+    AsJson,
+    CacheFormat,
+    Dtype,
+    HeadDim,
+    Kernels,
+    KVHeads,
+    PageSize,
+    QHeads,
+    VHeadDim,
+)
 from pageant.select.cases import DTYPES, named
 from pageant.select.compiled import compiled
 from pageant.select.explain import explain
@@ -32,15 +43,15 @@ PACKAGES = {
 
 
 def doctor(  # budget: one parameter for each option of the command
-    q_heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
-    kv_heads: Annotated[int, typer.Option(help="Key/value heads.")] = 8,
-    head_dim: Annotated[int, typer.Option(help="Head size of queries and keys.")] = 128,
-    v_head_dim: Annotated[int | None, typer.Option(help="Of values. Default: head-dim.")] = None,
-    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 16,
-    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "bfloat16",
-    cache: Annotated[str, typer.Option(help="Cache format; auto stores the dtype.")] = "auto",
-    kernels: Annotated[str, typer.Option(help="As of `pageant explain`.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    q_heads: QHeads = 32,
+    kv_heads: KVHeads = 8,
+    head_dim: HeadDim = 128,
+    v_head_dim: VHeadDim = None,
+    page_size: PageSize = 16,
+    dtype: Dtype = "bfloat16",
+    cache: CacheFormat = "auto",
+    kernels: Kernels = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Show devices, driver and versions, which kernels a model gets here, and what is compiled."""
     shape = Shape(

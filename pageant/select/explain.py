@@ -42,7 +42,9 @@ def explain(
         missing: which kernels cannot be had there; by default, what cannot be had here.
             ``missing_in`` is for machines elsewhere.
     """
-    cache, features, options = cache or CacheSpec(), features or Features(), options or Options()
+    cache = CacheSpec() if cache is None else cache
+    features = Features() if features is None else features
+    options = Options() if options is None else options
     asked: dict[str, Any] = {
         "shape": shape,
         "cache": cache,

@@ -9,6 +9,17 @@ from typing import Annotated
 import typer
 
 from pageant.select.answer import refused_dict
+from pageant.select.arguments import (
+    AsJson,
+    CacheFormat,
+    Dtype,
+    HeadDim,
+    Kernels,
+    KVHeads,
+    PageSize,
+    QHeads,
+    VHeadDim,
+)
 from pageant.select.cases import DEFAULTS, answer_file, explain_case
 from pageant.types import ArgumentError, Support
 
@@ -17,13 +28,13 @@ def explain(  # budget: one parameter for each option of the command
     sm: Annotated[
         str | None, typer.Option(help="cpu, or 75 to 121. Default: this machine's.")
     ] = None,
-    q_heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
-    kv_heads: Annotated[int, typer.Option(help="Key/value heads.")] = 8,
-    head_dim: Annotated[int, typer.Option(help="Head size of queries and keys.")] = 128,
-    v_head_dim: Annotated[int | None, typer.Option(help="Of values. Default: head-dim.")] = None,
-    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 16,
-    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "bfloat16",
-    cache: Annotated[str, typer.Option(help="Cache format; auto stores the dtype.")] = "auto",
+    q_heads: QHeads = 32,
+    kv_heads: KVHeads = 8,
+    head_dim: HeadDim = 128,
+    v_head_dim: VHeadDim = None,
+    page_size: PageSize = 16,
+    dtype: Dtype = "bfloat16",
+    cache: CacheFormat = "auto",
     layout: Annotated[str, typer.Option(help="Order of the cache's axes.")] = "LBHNC",
     dcp: Annotated[int, typer.Option(help="Ranks that share every sequence.")] = 1,
     sinks: Annotated[bool, typer.Option("--sinks", help="Attention sinks.")] = False,
@@ -51,10 +62,8 @@ def explain(  # budget: one parameter for each option of the command
     no_cubins: Annotated[
         bool, typer.Option("--no-cubins", help="FlashInfer's prebuilt kernels cannot be had.")
     ] = False,
-    kernels: Annotated[
-        str, typer.Option(help="auto, pageant, flashinfer, reference, or one kernel's name.")
-    ] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    kernels: Kernels = "auto",
+    as_json: AsJson = False,
     cases: Annotated[
         Path | None,
         typer.Option(

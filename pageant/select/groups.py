@@ -107,7 +107,9 @@ def explain_groups(
     """
     if not groups:
         raise bad("groups", list(groups), "one or more")
-    options = options or Options()
+    options = Options() if options is None else options
+    if not isinstance(options, Options):
+        raise bad("options", options, "a pageant.Options")
     alone = replace(options, context_parallel=None)
     return GroupsExplanation(
         tuple(

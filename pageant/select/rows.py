@@ -68,7 +68,7 @@ ON_HOST: dict[str, Any] = {
     "formats": EVERY_FORMAT,
     "layouts": None,
     "ranks": (ONE_RANK,),
-    "out_formats": ("model",),
+    "out_formats": ("model", "fp8_e4m3", "nvfp4"),
     "features": PLAIN_FEATURES,
     "reports": HOST_RUN,
 }

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import torch
 
-from pageant.cache.formats import OF_DTYPE, Format, resolve
+from pageant.cache.formats import FORMATS, OF_DTYPE, Format, resolve
 from pageant.cache.layout import LAYOUTS
 from pageant.select.bounds import LARGEST, is_whole, whole
 from pageant.select.rows import EVERY_HEAD_DIM, KERNELS, NAMES, OWNERS
@@ -60,6 +60,7 @@ def check_config(
             _require(isinstance(value, kind), name, value, f"a pageant.{kind.__name__}")
             check_part(value)
         _check_scale_order(resolve(cache.format, shape.dtype), shape, cache)
+        _check_out_blocks(shape, features)
 
     return _verdict(check)
 
@@ -139,6 +140,13 @@ def _check_features(features: Features) -> None:
     ok = isinstance(formats, tuple | list) and len(formats) > 0
     ok = ok and all(_is_in(name, OUT_FORMATS) for name in formats)
     _require(ok, "out_formats", formats, f"one or more of {', '.join(OUT_FORMATS)}, in a tuple")
+
+
+def _check_out_blocks(shape: Shape, features: Features) -> None:
+    block = FORMATS["nvfp4"].scale_block
+    ok = "nvfp4" not in features.out_formats or shape.value_dim % block == 0
+    allowed = f"nvfp4 for a v_head_dim that is a multiple of {block}, not for {shape.value_dim}"
+    _require(ok, "out_formats", features.out_formats, allowed)
 
 
 def _check_options(options: Options) -> None:

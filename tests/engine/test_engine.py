@@ -9,7 +9,7 @@ from pageant.engine.engine import Engine
 from pageant.engine.errors import EngineError
 from pageant.engine.model import LoadedModel
 from pageant.engine.request import Sampling
-from pageant.types import CacheSpec
+from pageant.types import CacheSpec, Options
 
 PROMPT = "The capital of France is"
 
@@ -114,8 +114,17 @@ def test_a_pool_that_no_memory_holds(smollm2: LoadedModel) -> None:
     "setting",
     [{name: value} for name in ("num_pages", "chunk_size") for value in (0, 2**31, "8", True)]
     + [{name: None} for name in ("max_requests", "prefill_budget", "cache", "options")]
-    + [{"max_requests": 2**21}, {"prefill_budget": 2**40}, {"cache": 0}, {"options": {}}],
+    + [{"max_requests": 2**21}, {"prefill_budget": 2**40}, {"cache": 0}, {"options": {}}]
+    + [{"speculative_tokens": value} for value in (-1, 2**12 + 1, None, 1.5, True)],
 )
 def test_wrong_sizes_are_named(setting: dict[str, object]) -> None:
     with pytest.raises(EngineError, match=rf"^{next(iter(setting))} is .*; allowed: "):
         EngineConfig(**setting)  # type: ignore[arg-type]
+
+
+def test_options_may_not_say_another_number_of_drafts() -> None:
+    options = Options(speculative_tokens=3)
+    assert EngineConfig(speculative_tokens=3, options=options).options is options
+    for number in (0, 2):
+        with pytest.raises(EngineError, match=r"^options.speculative_tokens is 3; allowed: 0, or"):
+            EngineConfig(speculative_tokens=number, options=options)

@@ -85,6 +85,15 @@ def test_calibration_fits_the_scales_to_the_first_tokens() -> None:
     assert long["completions"][0]["text"].startswith(" Paris")
 
 
+def test_drafts_are_in_the_metrics() -> None:
+    arguments = ["--prompt", "one two three four one two three", "--max-new-tokens", "8"]
+    answer = json.loads(run("--json", *arguments, "--spec", "3").stdout)
+    assert answer["completions"][0]["text"].startswith(" four")
+    metrics = answer["metrics"]
+    assert 0 < metrics["accepted_tokens"] <= metrics["drafted_tokens"]
+    assert metrics["acceptance_rate"] == metrics["accepted_tokens"] / metrics["drafted_tokens"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -98,6 +107,7 @@ def test_calibration_fits_the_scales_to_the_first_tokens() -> None:
         (["--page-size", "0"], "page_size is 0"),
         (["--num-pages", "0"], "num_pages is 0"),
         (["--chunk-size", "-1"], "chunk_size is -1"),
+        (["--spec", "-1"], "speculative_tokens is -1; allowed: a whole number from 0 to 4096"),
         (["--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["--temperature", "-1"], "temperature is -1"),
         (["--top-p", "0"], "top_p is 0"),

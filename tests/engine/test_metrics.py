@@ -17,6 +17,8 @@ def test_report(monkeypatch: pytest.MonkeyPatch) -> None:
         record.sampled(request, is_first=now < 4, is_last=now > 4)
     record.stepped(seconds=1.5, pages=3, shared_pages=2)
     record.stepped(seconds=0.5, pages=2)
+    record.verified(drafted=5, accepted=1)
+    record.verified(drafted=3, accepted=3)
 
     report = record.report(num_pages=9, prefix_hit_tokens=4, preemptions=1)
     assert (report.prompt_tokens, report.generated_tokens) == (12, 4)
@@ -26,9 +28,12 @@ def test_report(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (report.peak_pages, report.num_pages) == (3, 9)
     assert report.peak_shared_pages == 2
     assert (report.prefix_hit_tokens, report.preemptions) == (4, 1)
+    assert (report.drafted_tokens, report.accepted_tokens) == (8, 4)
+    assert report.acceptance_rate == 0.5
 
 
 def test_nothing_measured() -> None:
     report = Metrics().report(num_pages=1, prefix_hit_tokens=0, preemptions=0)
     assert report.tokens_per_second == 0
     assert report.first_token_p50_s is None
+    assert report.acceptance_rate is None

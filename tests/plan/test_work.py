@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
 
@@ -53,10 +54,11 @@ def room(phase, part, window, workers, splits=None):
     options = Options(debug_splits=splits)
     rows = int(part.query_lens[part.first : part.last].sum())
     limits = Limits(max_requests=max(1, len(part.query_lens)), max_tokens=max(1, rows))
-    work = make_work(limits, Features(windows=(window,)), options, workers)[phase, window]
+    features = Features(windows=(window,))
+    work = make_work(limits, features, options, workers)[phase, window]
     for array in (work.items, work.groups, work.counts, work.share_start):
         array[:] = -77
-    return work, make_workspace(SHAPE, limits, options, 8, workers)
+    return work, make_workspace(SHAPE, limits, features, options, torch.device("cpu"), 8, workers)
 
 
 def sight(row, m, n, window, sees_all):

@@ -38,9 +38,8 @@ from pageant.kernels.cpu import decode_walk as walk
 from pageant.kernels.cpu.common import Array, as_float32, copy, flat, float32_rows, run_shares
 from pageant.plan.work import KEY_BEGIN, KEY_END, QUERY_END, REQUEST
 
-THREAD_READS = (
-    1 << 22
-)  # elements of K and V, for each row; below, torch threads still spinning eat the gain
+# Elements of K and V, for each row; below, torch's threads that still spin eat the gain.
+THREAD_READS = 1 << 22
 PIECES = 4  # of the work, for each thread
 UNBOUNDED = 1 << 62
 NONE, NO_BYTES = np.empty(0, np.float32), np.empty(0, np.uint8)

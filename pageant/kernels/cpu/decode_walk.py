@@ -1,7 +1,7 @@
+# budget: what is compiled together lies in one file, as numba's cache sees no change in another
 """The compiled part of decode on the CPU: walk a list of items over pages, and merge their parts.
 
-``decode.py`` says what is computed and prepares the arguments. Everything compiled is in this file:
-numba's cache on disk notices no change in another.
+``decode.py`` says what is computed and prepares the arguments.
 
 Stored elements become float32 without branches, so that loops vectorise. Small floats go through
 float16, which processors convert: they come out too small by 2^8 (e4m3) or 2^14 (e2m1), and
@@ -214,15 +214,20 @@ def _step(i, steps):
 
 
 @_lean_jit
-def _fetch_block(source, places, i, steps, head_stride, size):
+def _fetch_block(stored, places, i, steps):
     """Start loading the rows that step i will widen: a processor does not guess jumps of pages."""
+    source, row_scales, block_scales, _, _, numbers = stored
     if i < steps[0] * steps[1]:
         at, head = _step(i, steps)
         for b in range(BLOCK):
-            place = places[at + b]
+            place = places[0, at + b]
             if place >= 0:
-                for d in range(0, size, 64 // source.itemsize):
-                    _prefetch(source, place + head * head_stride + d)
+                for d in range(0, numbers[0], 64 // source.itemsize):
+                    _prefetch(source, place + head * numbers[2] + d)
+                if len(row_scales) > 0:
+                    _prefetch(row_scales, places[1, at + b] + head * numbers[3])
+                if len(block_scales) > 0:
+                    _prefetch(block_scales, places[1, at + b] + head * numbers[3])
 
 
 @_lean_jit
@@ -257,7 +262,7 @@ def _score(k, places, steps, block, factors, q, scores):
     rows, padded = len(q) // heads, block.shape[1]
     for i in range(blocks * heads):
         at, head = _step(i, steps)
-        _fetch_block(k[0], places[0], i + AHEAD, steps, k[5][2], k[5][0])
+        _fetch_block(k, places, i + AHEAD, steps)
         _widen_block(k, places, at, head, block, factors)
         f0, f1, f2, f3 = factors[0], factors[1], factors[2], factors[3]
         for r in range(head * rows, head * rows + rows, 2):  # two rows share a block's loads
@@ -287,7 +292,7 @@ def _weigh(v, places, steps, block, factors, weights, acc):
     rows, padded = len(acc) // heads, block.shape[1]
     for i in range(blocks * heads):
         at, head = _step(i, steps)
-        _fetch_block(v[0], places[0], i + AHEAD, steps, v[5][2], v[5][0])
+        _fetch_block(v, places, i + AHEAD, steps)
         _widen_block(v, places, at, head, block, factors)
         f0, f1, f2, f3 = factors[0], factors[1], factors[2], factors[3]
         for r in range(head * rows, head * rows + rows, 2):
@@ -373,6 +378,14 @@ def _locate(page, row, geometry, places, c):
 
 
 @_jit
+def _aligned(rows, columns):
+    """float32 zeros [rows, columns] that begin a cache line: vectors should not cross lines."""
+    room = np.zeros(rows * columns + LANES, _f32)
+    first = -(room.ctypes.data // 4) % LANES
+    return room[first : first + rows * columns].reshape(rows, columns)
+
+
+@_jit
 def walk(  # budget: what a call holds, unpacked for compiled code
     items, first_token, key_lens, table, geometry, k, v, q, causal, mask, numbers, slopes, sinks,
     out, lse, partial_out, partial_lse,
@@ -389,8 +402,8 @@ def walk(  # budget: what a call holds, unpacked for compiled code
     size, v_size, q_heads = q.shape[2], out.shape[2], q.shape[1]
     group = q_heads // heads
     drafted = mask.size > 0
-    k_block = np.zeros((BLOCK, -(-size // LANES) * LANES), _f32)
-    v_block = np.zeros((BLOCK, -(-v_size // LANES) * LANES), _f32)
+    k_block = _aligned(BLOCK, -(-size // LANES) * LANES)
+    v_block = _aligned(BLOCK, -(-v_size // LANES) * LANES)
     k_at, v_at = np.empty((2, KEY_TILE), np.int64), np.empty((2, KEY_TILE), np.int64)
     hidden, nothing = np.empty(KEY_TILE, np.bool_), np.empty(0, np.bool_)
     fold, factors = np.empty(KEY_TILE, _f32), np.empty(BLOCK, _f32)
@@ -407,9 +420,9 @@ def walk(  # budget: what a call holds, unpacked for compiled code
 
         padded = rows * group + rows * group % 2  # rows go by in pairs
         total_rows = padded * heads
-        queries = np.zeros((total_rows, k_block.shape[1]), _f32)
-        acc = np.zeros((total_rows, v_block.shape[1]), _f32)
-        scores = np.zeros((total_rows, KEY_TILE), _f32)
+        queries = _aligned(total_rows, k_block.shape[1])
+        acc = _aligned(total_rows, v_block.shape[1])
+        scores = _aligned(total_rows, KEY_TILE)
         peak, total = np.full(total_rows, _HIDDEN), np.zeros(total_rows, _f32)
         for head in range(q_heads):
             for i in range(rows):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pageant.plan.tensors import FLOATS, check_tensor, check_writable, overlaps_itself
+from pageant.cache.tensors import FLOATS, check_tensor, check_writable, overlaps_itself
 from pageant.types import bad
 
 DTYPES = (*FLOATS, torch.float64)

@@ -200,9 +200,11 @@ class _Keys:
 
 
 def _compute_dtype(call: AttentionCall) -> torch.dtype:
-    fmt, model = call.cache.format, call.out.dtype
+    fmt, model = call.cache.format, call.q.dtype
     has_row_scales = fmt.scale_dtype is not None and not fmt.scale_block
     if call.params.soft_cap is not None or has_row_scales:  # products have more bits than 16
+        return torch.float32
+    if fmt.quantized and model == torch.float16:  # tiny before the value scale, so no float16
         return torch.float32
     return model if fmt.bits <= 8 else torch.promote_types(model, fmt.element_dtype)
 

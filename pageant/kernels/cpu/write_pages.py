@@ -31,9 +31,11 @@ def write_pages(
         index: where each token goes.
         scales: k_scale and v_scale, for formats they apply to.
     """
-    for values, side, scale in zip((k, v), cache.sides, scales, strict=True):
+    encoded = []  # both sides, before either is stored
+    for values, scale in zip((k, v), scales, strict=True):
         rows = values[: index.num_tokens] if index.tokens is None else values[index.tokens]
-        codes, stored = encode(rows, cache.format, scale)
+        encoded.append(encode(rows, cache.format, scale))
+    for side, (codes, stored) in zip(cache.sides, encoded, strict=True):
         _whole(side.elements)[index.pages, index.rows] = _whole(codes)
         if stored is None or side.scales is None:
             continue

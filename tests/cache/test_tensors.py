@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pageant.plan.tensors import (
+from pageant.cache.tensors import (
     check_tensor,
     overlaps_itself,
     rows_meet,
