@@ -206,7 +206,7 @@ class Options:
 
     Attributes:
         kernels: "auto", "pageant", "flashinfer", "reference", or one row's name (runs or raises).
-        invariant: a request's bits do not depend on its batch.
+        invariant: a request's bits do not depend on its batch, chunks or pages; nothing is shared.
         speculative_tokens: draft tokens a decode may carry besides its own.
         context_parallel: this rank's shard, or None.
         quantize_query: allow kernels to quantise the query for a quantised cache.

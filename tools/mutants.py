@@ -58,7 +58,7 @@ MUTANTS = (
     Mutant(
         "split: partial results overwrite each other",
         "plan/work.py",
-        "np.cumsum(~whole) - 1)",
+        "np.cumsum(~whole) - 1 + kept[owner])",
         "0)",
     ),
     Mutant(
@@ -315,8 +315,22 @@ MUTANTS = (
     Mutant(
         "decode: values are looked for where keys lie",
         "kernels/cpu/decode_walk.py",
-        "_locate(page, row, v_geometry, v_at, c)",
-        "_locate(page, row, k_geometry, v_at, c)",
+        "_locate(page, row, first_head, v_geometry, v_at, c)",
+        "_locate(page, row, first_head, k_geometry, v_at, c)",
+    ),
+    Mutant(
+        "invariant: tiles of keys begin at the window",
+        "kernels/cpu/decode_walk.py",
+        "low - low % KEY_TILE if aligned else low",
+        "low",
+        ("tests/reports/test_r26.py",),
+    ),
+    Mutant(
+        "invariant: every piece of heads takes the first sinks",
+        "kernels/cpu/decode_walk.py",
+        "r = _row(i, head - first_query, padded, group, step)",
+        "r = _row(i, head - first_query, padded, group, step)\n                head -= first_query",
+        ("tests/reports/test_r26.py",),
     ),
     Mutant(
         "decode: the halves of nvfp4 rows in one order",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -57,13 +58,14 @@ def formats_for(case: Case) -> list[str]:
 
 
 def contenders(case: Case) -> dict[str, Callable[[Problem], Run]]:
-    """Everything that may run a case, by name: Pageant with each format, then the peers."""
+    """Everything that may run a case: Pageant with each format, and invariant; then the peers."""
 
-    def pageant(format: str) -> Callable[[Problem], Run]:
-        return lambda problem: problem.attention(format)
+    def pageant(format: str, **options: Any) -> Callable[[Problem], Run]:
+        return lambda problem: problem.attention(format, **options)
 
+    own = OF_DTYPE[case.dtype]
     ours = {f"pageant {name}": pageant(name) for name in formats_for(case)}
-    return {**ours, **PEERS}
+    return {**ours, f"pageant {own} invariant": pageant(own, invariant=True), **PEERS}
 
 
 def measure(case: Case, rounds: int, only: Collection[str] = ()) -> list[Result]:
@@ -109,9 +111,9 @@ def _errors(problem: Problem, runs: dict[str, Run]) -> dict[str, float]:
     truths: dict[str, torch.Tensor] = {}
     errors = {}
     for name, run in runs.items():
-        format = own if name in PEERS else name.removeprefix("pageant ")
+        format = own if name in PEERS else name.split()[1]
         if format not in truths:
-            truths[format] = wide.attention(format, "reference")().double()
+            truths[format] = wide.attention(format, kernels="reference")().double()
         errors[name] = float((run() - truths[format]).norm() / truths[format].norm())
     return errors
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -61,8 +62,12 @@ class Problem:
             page_table=self.page_table,
         )
 
-    def attention(self, format: str, kernels: str = "auto") -> Run:
+    def attention(self, format: str, **options: Any) -> Run:
         """Pageant over a cache of this format that holds the keys and values.
+
+        Args:
+            format: of the cache.
+            **options: fields of ``Options``.
 
         Returns:
             A call that computes out [T, Hq, D] anew, always in the same memory.
@@ -83,7 +88,7 @@ class Problem:
                 max_tokens=sum(key_lens),
                 max_seq_len=max(key_lens),
             ),
-            options=Options(kernels=kernels),
+            options=Options(**options),
         )
         cache = attention.new_cache(num_layers=1, num_pages=sum(map(len, self.page_table)))[0]
         k, v = torch.cat(self.keys), torch.cat(self.values)

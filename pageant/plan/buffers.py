@@ -11,7 +11,7 @@ from pageant.plan.pages import PageUse
 from pageant.plan.prefix import LEVELS
 from pageant.plan.shared import TILE_ROWS, SharedWork
 from pageant.plan.split import Split
-from pageant.plan.work import WorkList, query_tile
+from pageant.plan.work import INVARIANT_TILE, WorkList, query_tile
 from pageant.types import Features, Limits, Options, Shape
 
 
@@ -77,10 +77,11 @@ def make_work(
     pieces = options.debug_splits or 1
     work = {}
     for window in features.windows:
-        decode_items = limits.max_requests * pieces + workers
+        tile = INVARIANT_TILE if options.invariant else query_tile(window)
+        tiles = limits.max_requests + -(-limits.max_tokens // tile)
+        decode_items = tiles if options.invariant else limits.max_requests * pieces + workers
         work["decode", window] = WorkList.empty(decode_items, workers)
-        prefill_items = limits.max_requests + -(-limits.max_tokens // query_tile(window))
-        work["prefill", window] = WorkList.empty(prefill_items, 1)
+        work["prefill", window] = WorkList.empty(tiles, 1)
     return work
 
 
@@ -100,7 +101,7 @@ def make_workspace(
     A cut between two shares leaves at most two partial results, of a decode's rows each. A request
     that shares a prefix leaves one for each level, and one more for its own keys.
     """
-    partials = cut = 2 * (workers - 1)
+    partials = cut = 0 if options.invariant else 2 * (workers - 1)
     requests = min(limits.max_requests, limits.max_tokens)
     if options.debug_splits is not None:
         partials = requests * options.debug_splits

@@ -15,7 +15,7 @@ from pageant.plan.pages import PageUse, page_use
 from pageant.plan.prefix import SharedPrefix, check_hint, shared_prefixes
 from pageant.plan.shared import by_phase, parts_of, share
 from pageant.plan.split import Split, split_decodes_and_prefills
-from pageant.plan.work import Lengths, fill_decode, fill_prefill
+from pageant.plan.work import INVARIANT_TILE, Lengths, fill_decode, fill_prefill
 from pageant.select.answer import Explanation
 from pageant.types import CacheSpec, Features, Limits, Options, Shape, bad
 
@@ -159,8 +159,13 @@ class Planner:
         prefill = Lengths(decodes, batch.num_requests, lens.query_lens, lens.key_lens, sees_all)
         buffers.shared.clear()
         for window in self.features.windows:
-            self._fill_decode(buffers, decode, window)
-            fill_prefill(buffers.work["prefill", window], prefill, window)
+            tile = None
+            if self.options.invariant:
+                tile = INVARIANT_TILE
+                fill_prefill(buffers.work["decode", window], decode, window, tile)
+            else:
+                self._fill_decode(buffers, decode, window)
+            fill_prefill(buffers.work["prefill", window], prefill, window, tile)
 
     def _fill_decode(self, buffers: PlanBuffers, decode: Lengths, window: int | None) -> None:
         """One window's decodes, and the prefixes they share."""

@@ -19,6 +19,7 @@ FIRST_PARTIAL, NUM_PARTIALS = 1, 2
 KEY_TILE = 64  # keys; the grain of decode shares
 MIN_SHARE = 8  # tiles; below this a second thread costs more than it brings
 QUERY_TILE = 512  # rows of a prefill item
+INVARIANT_TILE = 16  # rows of an item in invariant mode, of decodes and prefills alike
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,9 @@ def fill_decode(
     work.counts[:] = count, len(cut)
 
 
-def fill_prefill(work: WorkList, lengths: Lengths, window: int | None) -> None:
+def fill_prefill(
+    work: WorkList, lengths: Lengths, window: int | None, tile: int | None = None
+) -> None:
     """Cut the phase's query rows into tiles, each with the keys its rows can see.
 
     >>> work = WorkList.empty(capacity=4, workers=1)
@@ -162,7 +165,7 @@ def fill_prefill(work: WorkList, lengths: Lengths, window: int | None) -> None:
         lengths.key_lens[part],
         lengths.sees_all[part],
     )
-    tile = query_tile(window)
+    tile = query_tile(window) if tile is None else tile
     tiles = -(-rows // tile)
     owner = np.repeat(np.arange(len(rows)), tiles)
     count = len(owner)

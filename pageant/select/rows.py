@@ -150,6 +150,15 @@ ROWS: tuple[Row, ...] = (
         **ON_HOST,
     ),
     Row(
+        name="cpu.invariant",
+        kernel="pageant.kernels.cpu.decode:run_invariant",
+        owner="pageant",
+        phases=PHASES,
+        families=("cpu",),
+        because="Invariant mode: every row is computed alone, in the order of its keys.",
+        **{**ON_HOST, "features": PLAIN_FEATURES - {"forced_splits"} | {"invariant"}},
+    ),
+    Row(
         name="reference.attention",
         kernel="pageant.kernels.reference:run",
         owner="reference",

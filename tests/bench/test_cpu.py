@@ -13,7 +13,7 @@ from pageant.bench.cases import CPU_CASES, CPU_CLAIMS, Case, Claim
 from pageant.bench.cpu import Result, contenders, formats_for, judge, measure
 from pageant.bench.peers import PEERS
 from pageant.bench.problem import Problem
-from pageant.cache.formats import FORMATS
+from pageant.cache.formats import FORMATS, OF_DTYPE
 
 SIZES: dict[str, Any] = {"q_heads": 6, "kv_heads": 2, "head_dim": 16, "page_size": 4}
 SMALL = (
@@ -35,7 +35,11 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_contenders_agree_with_the_reference(case: Case) -> None:
     results = {each.contender: each for each in measure(case, rounds=1)}
-    assert list(results) == [*(f"pageant {name}" for name in formats_for(case)), *PEERS]
+    assert list(results) == [
+        *(f"pageant {name}" for name in formats_for(case)),
+        f"pageant {OF_DTYPE[case.dtype]} invariant",
+        *PEERS,
+    ]
     bound = 1e-5 if case.dtype == torch.float32 else 4e-3
     for name, each in results.items():
         if each.why is None:

@@ -66,7 +66,8 @@ def test_json_lists_refusals_by_phase() -> None:
 
 
 def test_json_where_nothing_runs() -> None:
-    answer = explain(SHAPE, options=Options(invariant=True)).to_dict()
+    options = Options(kernels="reference", invariant=True)
+    answer = explain(SHAPE, options=options).to_dict()
     assert answer == {
         "ok": False,
         "reason": "no prefill kernel: reference.attention serves no invariant mode; "

@@ -49,6 +49,19 @@ TABLE = decode(torch.arange(256, dtype=torch.uint8), None, FORMATS["fp8_e4m3"]).
 
 def run(call: AttentionCall) -> None:
     """Attend to every row the work list names; rows of other requests are not touched."""
+    _run(call, is_invariant=False)
+
+
+def run_invariant(call: AttentionCall) -> None:
+    """The same, and what is computed for a row depends on the row and the keys it sees alone.
+
+    Tiles of keys begin at multiples of KEY_TILE, whatever the window; each head's rows are always
+    the first, or always the second of a pair; no row's keys are split: threads share heads.
+    """
+    _run(call, is_invariant=True)
+
+
+def _run(call: AttentionCall, *, is_invariant: bool) -> None:
     work = call.work
     num_items, num_groups = work.counts.tolist()
     if num_items == 0:
@@ -59,10 +72,10 @@ def run(call: AttentionCall) -> None:
     out = float32_rows(call.out, tokens.stop)
     wanted = torch.empty(out.shape[:2]) if call.lse is None else call.lse
     lse = float32_rows(wanted, tokens.stop)
-    constants, sinks = _constants(call, tokens.stop)
+    constants, sinks = _constants(call, tokens.stop, is_invariant)
     results = (sinks, out.numpy(), lse.numpy())
     parts = (call.workspace.partial_out.numpy(), call.workspace.partial_lse.numpy())
-    shares, workers = _shares(call, work.items[:num_items])
+    shares, workers = _shares(call, work.items[:num_items], is_invariant)
     run_shares(walk.walk, shares, workers, *constants, *results, *parts)
     if num_groups:
         walk.merge(work.groups[:num_groups], first_token, *parts, *results)
@@ -72,7 +85,9 @@ def run(call: AttentionCall) -> None:
         copy(wanted[tokens], lse[tokens])
 
 
-def _constants(call: AttentionCall, num_tokens: int) -> tuple[tuple[Any, ...], Array]:
+def _constants(
+    call: AttentionCall, num_tokens: int, is_invariant: bool
+) -> tuple[tuple[Any, ...], Array]:
     """What `walk` reads, from first_token to slopes; and the sinks."""
     params, mask, causal, fmt = call.params, call.draft_mask, call.causal, call.cache.format
     keys, values = call.cache.sides
@@ -81,7 +96,7 @@ def _constants(call: AttentionCall, num_tokens: int) -> tuple[tuple[Any, ...], A
         call.query_start_loc.numpy(),
         call.key_lens.numpy(),
         flat(call.page_table),
-        _geometry(call),
+        _geometry(call, is_invariant),
         _side(keys, fmt, call.q.shape[2]),
         _side(values, fmt, call.out.shape[2]),
         as_float32(call.q[:num_tokens]).numpy(),
@@ -96,24 +111,25 @@ def _constants(call: AttentionCall, num_tokens: int) -> tuple[tuple[Any, ...], A
     return constants, NONE if params.sinks is None else params.sinks.contiguous().numpy()
 
 
-def _geometry(call: AttentionCall) -> Array:
+def _geometry(call: AttentionCall, is_invariant: bool) -> Array:
     """int64, in the order in which `walk` unpacks it."""
     _, page_size, heads, _ = call.cache.k.shape
     strides, window = call.cache.k.stride(), call.params.window
     heads_inside = heads == 1 or strides[2] < strides[1]
     window = UNBOUNDED if window is None else window
     table_stride = call.page_table.stride(0)
-    return np.array((heads, page_size, table_stride, window, heads_inside), np.int64)
+    numbers = (heads, page_size, table_stride, window, heads_inside, is_invariant)
+    return np.array(numbers, np.int64)
 
 
 def _side(side: Side, fmt: Format, head_dim: int) -> tuple[Any, ...]:
     """Keys or values as `walk` takes them: geometry, order, and what is stored.
 
-    geometry: int64, strides of a page and of a token, of elements and of scales, and whether the
-    scales are swizzled. order: int64 [D], where a widened row has each element. Stored: elements;
-    one scale a row, float32, or a block, uint8; the value of each byte that is a scale; uint64
-    [blocks], a block's scale from its row's first; int64 (storage units a row, kind, strides of a
-    head).
+    geometry: int64, strides of a page and of a token, of elements and of scales; whether the scales
+    are swizzled; strides of a head, of both. order: int64 [D], where a widened row has each
+    element. Stored: elements; one scale a row, float32, or a block, uint8; the value of each byte
+    that is a scale; uint64 [blocks], a block's scale from its row's first; int64 (storage units a
+    row, kind, strides of a head).
     """
     elements, scales, is_swizzled = side
     strides = elements.stride()
@@ -127,7 +143,7 @@ def _side(side: Side, fmt: Format, head_dim: int) -> tuple[Any, ...]:
             steps = steps.astype(np.uint64)
     elif scales is not None:
         row_scales = flat(scales)
-    geometry = (*strides[:2], *scale_strides[:2], is_swizzled)
+    geometry = (*strides[:2], *scale_strides[:2], is_swizzled, strides[2], scale_strides[2])
     numbers = (elements.shape[3], _kind(fmt), strides[2], scale_strides[2])
     return (
         np.array(geometry, np.int64),
@@ -167,14 +183,20 @@ def _too_small(fmt: Format) -> float:
     return 2.0 ** (16 - (1 << fmt.exponent_bits - 1))
 
 
-def _shares(call: AttentionCall, items: Array) -> tuple[list[Array], int]:
-    """The items in pieces of about equal work, and how many workers they are for."""
+def _shares(
+    call: AttentionCall, items: Array, is_invariant: bool
+) -> tuple[list[tuple[Array, int, int]], int]:
+    """Items and kv heads, first to last, in pieces of about equal work; how many work on them."""
     ends = np.cumsum((items[:, KEY_END] - items[:, KEY_BEGIN]) * items[:, QUERY_END])
     heads, size = call.cache.k.shape[2:]
-    workers = int(np.count_nonzero(np.diff(call.work.share_start)))
+    shares = np.count_nonzero(np.diff(call.work.share_start))
+    workers = torch.get_num_threads() if is_invariant else int(shares)
     if workers == 1 or ends[-1] * heads * (size + call.cache.v.shape[3]) < THREAD_READS:
-        return [items], 1
+        return [(items, 0, heads)], 1
     pieces = PIECES * workers
     cuts = np.searchsorted(ends, ends[-1] * np.arange(1, pieces) // pieces)
-    bounds = np.unique(np.concatenate(([0], cuts, [len(items)])))
-    return [items[a:b] for a, b in itertools.pairwise(bounds.tolist())], workers
+    bounds = np.unique(np.concatenate(([0], cuts, [len(items)]))).tolist()
+    parts = min(heads, -(-pieces // (len(bounds) - 1))) if is_invariant else 1
+    edges = [heads * part // parts for part in range(parts + 1)]
+    pairs = itertools.product(itertools.pairwise(bounds), itertools.pairwise(edges))
+    return [(items[a:b], first, last) for (a, b), (first, last) in pairs], workers

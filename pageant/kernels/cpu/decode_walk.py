@@ -364,17 +364,17 @@ def _hide(mask, row, column, hidden):
 
 
 @_lean_jit
-def _row(i, head, rows, group):
+def _row(i, head, rows, group, step):
     """Where row i of a query head stands in buffers: the `rows` of one kv head lie together."""
-    return head // group * rows + i * group + head % group
+    return head // group * rows + i * step + head % group
 
 
 @_lean_jit
-def _locate(page, row, geometry, places, c):
-    """Where row `row` of a page lies: elements in places[0], its scales in places[1]."""
-    places[0, c] = page * geometry[0] + row * geometry[1]
+def _locate(page, row, head, geometry, places, c):
+    """Where a head's row `row` of a page lies: elements in places[0], its scales in places[1]."""
+    places[0, c] = page * geometry[0] + row * geometry[1] + head * geometry[5]
     inside = row % 4 if geometry[4] else 0  # swizzled: four rows' scales are transposed
-    places[1, c] = page * geometry[2] + (row - inside) * geometry[3] + inside
+    places[1, c] = page * geometry[2] + (row - inside) * geometry[3] + inside + head * geometry[6]
 
 
 @_jit
@@ -387,21 +387,23 @@ def _aligned(rows, columns):
 
 @_jit
 def walk(  # budget: what a call holds, unpacked for compiled code
-    items, first_token, key_lens, table, geometry, k, v, q, causal, mask, numbers, slopes, sinks,
+    share, first_token, key_lens, table, geometry, k, v, q, causal, mask, numbers, slopes, sinks,
     out, lse, partial_out, partial_lse,
 ):  # fmt: skip
-    """Attend to every item (a row of the work list) of `items`.
+    """Attend to every item (a row of the work list) of a share: (items, first kv head, last).
 
     `decode.py` makes the arguments and says what they hold; here are those it passes on: key_lens
     int32 [R], table flat int32, causal bool [R], mask bool [T, M] or empty, slopes and sinks
     float32 [Hq] or empty, numbers float32 (score scale, value scale, cap).
     """
-    heads, page_size, table_stride, window, heads_inside = geometry
+    items, first_head, last_head = share
+    all_heads, page_size, table_stride, window, heads_inside, aligned = geometry
     k_geometry, k_order, k_stored = k
     v_geometry, v_order, v_stored = v
     size, v_size, q_heads = q.shape[2], out.shape[2], q.shape[1]
-    group = q_heads // heads
-    drafted = mask.size > 0
+    heads, group = last_head - first_head, q_heads // all_heads
+    step = group + group % 2 if aligned else group  # so that a head's rows are all first, or second
+    first_query, drafted = first_head * group, mask.size > 0
     k_block = _aligned(BLOCK, -(-size // LANES) * LANES)
     v_block = _aligned(BLOCK, -(-v_size // LANES) * LANES)
     k_at, v_at = np.empty((2, KEY_TILE), np.int64), np.empty((2, KEY_TILE), np.int64)
@@ -418,25 +420,25 @@ def walk(  # budget: what a call holds, unpacked for compiled code
         low = max(items[index, KEY_BEGIN], position - window + 1)
         high = min(items[index, KEY_END], n if ahead else position + rows)
 
-        padded = rows * group + rows * group % 2  # rows go by in pairs
+        padded = rows * step + rows * step % 2  # rows go by in pairs
         total_rows = padded * heads
         queries = _aligned(total_rows, k_block.shape[1])
         acc = _aligned(total_rows, v_block.shape[1])
         scores = _aligned(total_rows, KEY_TILE)
         peak, total = np.full(total_rows, _HIDDEN), np.zeros(total_rows, _f32)
-        for head in range(q_heads):
+        for head in range(heads * group):
             for i in range(rows):
-                r = _row(i, head, padded, group)
+                r = _row(i, head, padded, group, step)
                 for d in range(size):
-                    queries[r, k_order[d]] = q[token + i, head, d] * numbers[0]
+                    queries[r, k_order[d]] = q[token + i, first_query + head, d] * numbers[0]
 
-        for tile in range(low, high, KEY_TILE):
+        for tile in range(low - low % KEY_TILE if aligned else low, high, KEY_TILE):
             count = min(KEY_TILE, high - tile)
             blocks = -(-count // BLOCK)
             masked = drafted and tile + count > first_new
             for c in range(blocks * BLOCK):
                 key = tile + c
-                seen = c < count
+                seen = c < count and key >= low
                 if seen and masked and key >= first_new:
                     seen = False
                     for i in range(rows):
@@ -446,8 +448,8 @@ def walk(  # budget: what a call holds, unpacked for compiled code
                 if seen:
                     row = key % page_size
                     page = np.int64(table[request * table_stride + key // page_size])
-                    _locate(page, row, k_geometry, k_at, c)
-                    _locate(page, row, v_geometry, v_at, c)
+                    _locate(page, row, first_head, k_geometry, k_at, c)
+                    _locate(page, row, first_head, v_geometry, v_at, c)
             steps = (blocks, heads, heads_inside)
             _score(k_stored, k_at, steps, k_block, factors, queries, scores)
             for i in range(rows):
@@ -456,9 +458,9 @@ def walk(  # budget: what a call holds, unpacked for compiled code
                 concealed = hidden if masked else nothing
                 if masked:
                     _hide(mask, token + i, tile - first_new, hidden)
-                for head in range(q_heads):
-                    r = _row(i, head, padded, group)
-                    slope = slopes[head] if slopes.size > 0 else _f32(0)
+                for head in range(heads * group):
+                    r = _row(i, head, padded, group, step)
+                    slope = slopes[first_query + head] if slopes.size > 0 else _f32(0)
                     old = peak[r]
                     peak[r], added = _soften(
                         scores[r], min(first, KEY_TILE), max(last, 0), tile - position - i,
@@ -473,8 +475,8 @@ def walk(  # budget: what a call holds, unpacked for compiled code
             _weigh(v_stored, v_at, steps, v_block, factors, scores, acc)
 
         for i in range(rows):
-            for head in range(q_heads):
-                r = _row(i, head, padded, group)
+            for head in range(first_query, last_head * group):
+                r = _row(i, head - first_query, padded, group, step)
                 if partial < 0:
                     sink = sinks[head] if sinks.size > 0 else _HIDDEN
                     row, row_lse = out[token + i], lse[token + i]
