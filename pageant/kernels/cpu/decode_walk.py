@@ -216,7 +216,7 @@ def _step(i, steps):
 @_lean_jit
 def _fetch_block(stored, places, i, steps):
     """Start loading the rows that step i will widen: a processor does not guess jumps of pages."""
-    source, row_scales, block_scales, _, _, numbers = stored
+    source, _, block_scales, _, _, numbers = stored
     if i < steps[0] * steps[1]:
         at, head = _step(i, steps)
         for b in range(BLOCK):
@@ -224,25 +224,22 @@ def _fetch_block(stored, places, i, steps):
             if place >= 0:
                 for d in range(0, numbers[0], 64 // source.itemsize):
                     _prefetch(source, place + head * numbers[2] + d)
-                if len(row_scales) > 0:
-                    _prefetch(row_scales, places[1, at + b] + head * numbers[3])
                 if len(block_scales) > 0:
                     _prefetch(block_scales, places[1, at + b] + head * numbers[3])
 
 
 @_lean_jit
-def _widen_block(stored, places, first, head, block, factors):
-    """BLOCK rows of one head into `block` [BLOCK, padded], and the factor of each row.
+def _widen_block(stored, places, first, head, block):
+    """BLOCK rows of one head into `block` [BLOCK, padded].
 
     Place -1 is a key nobody sees: zeros.
     """
-    source, row_scales, block_scales, table, steps, numbers = stored
+    source, _, block_scales, table, steps, numbers = stored
     size, kind, head_stride, scale_stride = numbers[0], numbers[1], numbers[2], numbers[3]
     for b in range(BLOCK):
         at = places[0, first + b]
         if at < 0:
             block[b, :] = _f32(0)
-            factors[b] = _f32(0)
             continue
         scale_at = places[1, first + b] + head * scale_stride
         at = _u64(at + head * head_stride)
@@ -252,19 +249,28 @@ def _widen_block(stored, places, first, head, block, factors):
             )
         else:
             _widen(source, at, _u64(size), kind, block, b)
-        factors[b] = row_scales[scale_at] if len(row_scales) > 0 else _f32(1)
 
 
 @_lean_jit
-def _score(k, places, steps, block, factors, q, scores):
+def _gather_scales(stored, places, count, factors):
+    """factors [heads, KEY_TILE]: the scale stored for each row of the tile; 0 where nobody sees."""
+    row_scales, stride = stored[1], _u64(stored[5][3])
+    for c in range(count):
+        at, seen = _u64(places[1, c]), places[0, c] >= 0
+        for head in range(len(factors)):
+            factors[head, c] = row_scales[at] if seen else _f32(0)
+            at += stride
+
+
+@_lean_jit
+def _score(k, places, steps, block, q, scores):
     """scores [rows, KEY_TILE] = q [rows, padded] . each key of the tile; rows in order of heads."""
     blocks, heads, _ = steps
     rows, padded = len(q) // heads, block.shape[1]
     for i in range(blocks * heads):
         at, head = _step(i, steps)
         _fetch_block(k, places, i + AHEAD, steps)
-        _widen_block(k, places, at, head, block, factors)
-        f0, f1, f2, f3 = factors[0], factors[1], factors[2], factors[3]
+        _widen_block(k, places, at, head, block)
         for r in range(head * rows, head * rows + rows, 2):  # two rows share a block's loads
             s0, s1, s2, s3 = _f32(0), _f32(0), _f32(0), _f32(0)
             t0, t1, t2, t3 = _f32(0), _f32(0), _f32(0), _f32(0)
@@ -279,27 +285,26 @@ def _score(k, places, steps, block, factors, q, scores):
                 t1 += y * b1
                 t2 += y * b2
                 t3 += y * b3
-            scores[r, at], scores[r, at + 1] = s0 * f0, s1 * f1
-            scores[r, at + 2], scores[r, at + 3] = s2 * f2, s3 * f3
-            scores[r + 1, at], scores[r + 1, at + 1] = t0 * f0, t1 * f1
-            scores[r + 1, at + 2], scores[r + 1, at + 3] = t2 * f2, t3 * f3
+            scores[r, at], scores[r, at + 1] = s0, s1
+            scores[r, at + 2], scores[r, at + 3] = s2, s3
+            scores[r + 1, at], scores[r + 1, at + 1] = t0, t1
+            scores[r + 1, at + 2], scores[r + 1, at + 3] = t2, t3
 
 
 @_lean_jit
-def _weigh(v, places, steps, block, factors, weights, acc):
+def _weigh(v, places, steps, block, weights, acc):
     """acc [rows, padded] += weights [rows, KEY_TILE] times each value of the tile."""
     blocks, heads, _ = steps
     rows, padded = len(acc) // heads, block.shape[1]
     for i in range(blocks * heads):
         at, head = _step(i, steps)
         _fetch_block(v, places, i + AHEAD, steps)
-        _widen_block(v, places, at, head, block, factors)
-        f0, f1, f2, f3 = factors[0], factors[1], factors[2], factors[3]
+        _widen_block(v, places, at, head, block)
         for r in range(head * rows, head * rows + rows, 2):
-            w0, w1 = weights[r, at] * f0, weights[r, at + 1] * f1
-            w2, w3 = weights[r, at + 2] * f2, weights[r, at + 3] * f3
-            u0, u1 = weights[r + 1, at] * f0, weights[r + 1, at + 1] * f1
-            u2, u3 = weights[r + 1, at + 2] * f2, weights[r + 1, at + 3] * f3
+            w0, w1 = weights[r, at], weights[r, at + 1]
+            w2, w3 = weights[r, at + 2], weights[r, at + 3]
+            u0, u1 = weights[r + 1, at], weights[r + 1, at + 1]
+            u2, u3 = weights[r + 1, at + 2], weights[r + 1, at + 3]
             for d in range(padded):
                 b0, b1, b2, b3 = block[0, d], block[1, d], block[2, d], block[3, d]
                 acc[r, d] += w0 * b0 + w1 * b1 + w2 * b2 + w3 * b3
@@ -307,11 +312,14 @@ def _weigh(v, places, steps, block, factors, weights, acc):
 
 
 @_lean_jit
-def _soften(s, first, last, distance, cap, slope, hidden, fold, peak):
+def _soften(s, first, last, distance, cap, slope, hidden, k_scales, v_scales, fold, peak):
     """Scores s [KEY_TILE] of one row become weights e^(s - peak); returns peak and their sum.
 
     Keys first to last of the tile are seen, except where `hidden`; `distance` is j - p of key 0.
+    Scales of rows, if not empty, multiply scores first, and weights when they have been summed.
     """
+    for c in range(len(k_scales)):
+        s[c] *= k_scales[c]
     if cap > 0:
         for c in range(KEY_TILE):
             s[c] = cap * _tanh(s[c] / cap)
@@ -337,6 +345,8 @@ def _soften(s, first, last, distance, cap, slope, hidden, fold, peak):
         w = _exp(s[c] - base)
         s[c] = w
         total += w
+    for c in range(len(v_scales)):
+        s[c] *= v_scales[c]
     return peak, total
 
 
@@ -408,7 +418,8 @@ def walk(  # budget: what a call holds, unpacked for compiled code
     v_block = _aligned(BLOCK, -(-v_size // LANES) * LANES)
     k_at, v_at = np.empty((2, KEY_TILE), np.int64), np.empty((2, KEY_TILE), np.int64)
     hidden, nothing = np.empty(KEY_TILE, np.bool_), np.empty(0, np.bool_)
-    fold, factors = np.empty(KEY_TILE, _f32), np.empty(BLOCK, _f32)
+    fold, no_scales, scaled = np.empty(KEY_TILE, _f32), np.empty(0, _f32), len(k_stored[1]) > 0
+    k_scales, v_scales = _aligned(heads, KEY_TILE), _aligned(heads, KEY_TILE)
     for index in range(len(items)):
         request, partial = items[index, REQUEST], items[index, PARTIAL]
         begin, rows = items[index, QUERY_BEGIN], items[index, QUERY_END] - items[index, QUERY_BEGIN]
@@ -451,7 +462,10 @@ def walk(  # budget: what a call holds, unpacked for compiled code
                     _locate(page, row, first_head, k_geometry, k_at, c)
                     _locate(page, row, first_head, v_geometry, v_at, c)
             steps = (blocks, heads, heads_inside)
-            _score(k_stored, k_at, steps, k_block, factors, queries, scores)
+            if scaled:
+                _gather_scales(k_stored, k_at, count, k_scales)
+                _gather_scales(v_stored, v_at, count, v_scales)
+            _score(k_stored, k_at, steps, k_block, queries, scores)
             for i in range(rows):
                 first = max(position + i - window + 1 - tile, 0)
                 last = min(count, count if ahead else position + i + 1 - tile)
@@ -464,7 +478,10 @@ def walk(  # budget: what a call holds, unpacked for compiled code
                     old = peak[r]
                     peak[r], added = _soften(
                         scores[r], min(first, KEY_TILE), max(last, 0), tile - position - i,
-                        numbers[2], slope, concealed, fold, old,
+                        numbers[2], slope, concealed,
+                        k_scales[head // group] if scaled else no_scales,
+                        v_scales[head // group] if scaled else no_scales,
+                        fold, old,
                     )  # fmt: skip
                     if peak[r] > old and total[r] != 0:
                         shrink = _exp(old - peak[r])
@@ -472,7 +489,7 @@ def walk(  # budget: what a call holds, unpacked for compiled code
                         for d in range(acc.shape[1]):
                             acc[r, d] *= shrink
                     total[r] += added
-            _weigh(v_stored, v_at, steps, v_block, factors, scores, acc)
+            _weigh(v_stored, v_at, steps, v_block, scores, acc)
 
         for i in range(rows):
             for head in range(first_query, last_head * group):
