@@ -356,8 +356,8 @@ MUTANTS = (
     Mutant(
         "decode: neighbouring keys exchange scales",
         "kernels/cpu/decode_walk.py",
-        "scores[r, at], scores[r, at + 1] = s0 * f0, s1 * f1",
-        "scores[r, at], scores[r, at + 1] = s0 * f1, s1 * f0",
+        "s[c] *= k_scales[c]",
+        "s[c] *= k_scales[c ^ 1]",
         ("tests/reports/test_r09.py",),
     ),
     Mutant(
