@@ -134,13 +134,14 @@ class Planner:
         self._fill(buffers, batch, lens, pages)
         return Plan(batch, buffers, self.generation, self)
 
-    def require(self, plan: Plan) -> None:
-        """Raise unless the plan is one of ours, and its buffers still hold it."""
+    def require(self, plan: Plan | None) -> Plan:
+        """Raise unless the plan is one of ours, and its buffers still hold it; else return it."""
         if not isinstance(plan, Plan):
             raise bad("plan", type(plan).__name__, "a plan this Attention made")
         if plan.planner is not self:
             raise bad("plan", "another Attention's", "a plan this Attention made")
         plan.require_current()
+        return plan
 
     def update(self, plan: Plan) -> None:
         """Plan again after the batch's tensors changed in place."""

@@ -31,7 +31,8 @@ def pack_mask(mask: torch.Tensor) -> torch.Tensor:
     """
     rows = pad(mask, (0, -mask.shape[-1] % ROW)).unflatten(-1, (-1, WORD))
     bits = 1 << torch.arange(WORD, dtype=torch.int32, device=mask.device)
-    return (rows * bits).sum(-1).to(torch.uint16)
+    words: torch.Tensor = (rows * bits).sum(-1).to(torch.uint16)
+    return words
 
 
 def unpack_mask(words: torch.Tensor, width: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Draft masks in 16-bit words: their bits are the mask of the definition, wherever they come from."""
+"""Draft masks in 16-bit words: their bits are the mask of the definition."""
 
 import numpy as np
 import pytest
