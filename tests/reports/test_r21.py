@@ -4,8 +4,6 @@ A token of a tree sees the cached keys, its ancestors and itself: with ragged dr
 window, slopes and cache format, between plain decodes and prefills, and after changes in place.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -77,6 +75,3 @@ def test_trees_between_decodes_and_prefills(kernels, format, page_size, drafts, 
     out, lse = problem.run()
     assert_close(out, problem.expected_out, 1e-5)
     assert_close(lse, problem.expected_lse, 1e-5)
-    causal = replace(problem.batch, draft_mask=None, draft_parents=None)
-    other, _ = replace(problem, batch=causal).run()
-    assert not torch.allclose(out, other, rtol=1e-3)
