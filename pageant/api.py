@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
-
 import torch
 
 from pageant.cache.formats import resolve
@@ -16,7 +12,7 @@ from pageant.cache.wrap import wrap
 from pageant.device import Device
 from pageant.kernels.cpu.quantize_out import quantize_out
 from pageant.kernels.cpu.write_pages import write_pages
-from pageant.kernels.launch import launch
+from pageant.kernels.launch import launch, never_compiled
 from pageant.plan.batch import Batch
 from pageant.plan.build import Plan, Planner
 from pageant.plan.inputs import (
@@ -28,30 +24,11 @@ from pageant.plan.inputs import (
     layer_of,
     resolve_layer,
 )
-from pageant.plan.outputs import check_output, new_out
+from pageant.plan.outputs import check_output, new_lse, new_out, zeroed
 from pageant.select.bounds import is_whole, require_whole
 from pageant.select.explain import Explanation, explain
 from pageant.select.validate import check_config, check_limits, require
 from pageant.types import CacheSpec, Features, Layer, Limits, Options, Shape, bad
-
-Params = ParamSpec("Params")
-Result = TypeVar("Result")
-
-
-def _never_compiled(function: Callable[Params, Result]) -> Callable[Params, Result]:
-    """Make ``torch.compile`` leave a function alone.
-
-    ``torch.compiler.disable`` as a decorator would load the compiler, a second or more, on import.
-    """
-
-    @functools.wraps(function)
-    def call(*args: Params.args, **kwargs: Params.kwargs) -> Result:
-        if torch.compiler.is_compiling():
-            eager: Callable[Params, Result] = torch.compiler.disable(function)
-            return eager(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
 
 
 class Attention:
@@ -196,12 +173,12 @@ class Attention:
         if not layer.shares_cache:
             write_pages(k, v, cache, index, (layer.k_scale, layer.v_scale))
 
-    @_never_compiled
+    @never_compiled
     def run(  # budget: the public API, one argument for each thing a layer gives
         self,
-        plan: Plan,
+        plan: Plan | None,
         q: torch.Tensor,
-        cache: LayerCache,
+        cache: LayerCache | None,
         layer: Layer | None = None,
         k: torch.Tensor | None = None,
         v: torch.Tensor | None = None,
@@ -223,16 +200,24 @@ class Attention:
                 ``pageant.SwizzledScales``; None for other formats.
             return_lse: also return the log-sum-exp.
 
+        A host that measures memory has neither plan nor cache yet: with None for both nothing is
+        attended, and all of `out` and `out_scales` becomes 0, every lse -inf.
+
         Returns:
             `out`; with `return_lse` also float32 [T, Hq], natural log, without sinks.
             Rows without a visible key are 0 and -inf, and so is padding in tensors made here.
         """
         layer = layer_of(layer)
-        self._planner.require(plan)
-        check_cache(cache, self.shape, self.cache, self.format, self.device)
-        plan.buffers.pages.check(cache.num_pages)
         if not isinstance(return_lse, bool) or return_lse > self.features.lse:
             raise bad("return_lse", return_lse, "False, unless Features(lse=True) is declared")
+        if plan is None and cache is None:
+            check_query(q, self.shape, 0, self.device)
+            params = resolve_layer(layer, self.features, self.shape, self.format, q)
+            out = zeroed(out, out_scales, q, self.shape, params)
+            return (out, new_lse(q)) if return_lse else out
+        plan = self._planner.require(plan)
+        cache = check_cache(cache, self.shape, self.cache, self.format, self.device)
+        plan.buffers.pages.check(cache.num_pages)
         check_query(q, self.shape, plan.batch.num_tokens, self.device)
         params = resolve_layer(layer, self.features, self.shape, self.format, q)
         check_unpaged(k, v, self.shape, plan.batch, self.device)
@@ -241,7 +226,7 @@ class Attention:
             out = new_out(q, plan.buffers.real_tokens, self.shape, params)
         rows = out if params.out_format == "model" else self._planner.workspace.finished
         q = q.to(self.shape.dtype)
-        lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32) if return_lse else None
+        lse = new_lse(q) if return_lse else None
         launch(self._explanation.rows, plan, q, cache, params, rows, lse)
         if rows is not out:
             quantize_out(rows[: plan.buffers.real_tokens], out, out_scales, params)

@@ -388,6 +388,34 @@ MUTANTS = (
         "if False:",
         ("tests/plan",),
     ),
+    Mutant(
+        "masks: packed bits beyond a request's own tokens",
+        "plan/masks.py",
+        "return pack_mask(seen & (column < own))",
+        "return pack_mask(seen)",
+        ("tests/plan/test_masks.py",),
+    ),
+    Mutant(
+        "masks: rows packed to 16 bits only",
+        "plan/masks.py",
+        "ROW = 32",
+        "ROW = 16",
+        ("tests/plan/test_masks.py",),
+    ),
+    Mutant(
+        "masks: update keeps the packed mask",
+        "plan/build.py",
+        "buffers.copy, buffers.packed = copy, None",
+        "buffers.copy = copy",
+        ("tests/plan/test_masks.py",),
+    ),
+    Mutant(
+        "a run without plan and cache leaves scales as they were",
+        "plan/outputs.py",
+        "scales.zero_()",
+        "pass",
+        ("tests/test_hosts.py",),
+    ),
 )
 
 

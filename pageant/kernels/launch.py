@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -12,6 +14,25 @@ from pageant.plan.build import Plan
 from pageant.plan.inputs import LayerParams
 from pageant.select.choose import load, load_shared
 from pageant.select.rows import Row
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+
+def never_compiled(function: Callable[Params, Result]) -> Callable[Params, Result]:
+    """Make ``torch.compile`` leave a function alone.
+
+    ``torch.compiler.disable`` as a decorator would load the compiler, a second or more, on import.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+        if torch.compiler.is_compiling():
+            eager: Callable[Params, Result] = torch.compiler.disable(function)
+            return eager(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def launch(

@@ -34,7 +34,8 @@ class Batch:
         draft_mask: bool [T, max_query_len]; column c of a row is key n - m + c of its request.
         draft_parents: int32 [T], index of each new token's parent among its request's, -1 for none.
         encoder_seq_lens: int32 [R]; the whole plan is then cross attention over that many keys.
-        query_start_loc_cpu, seq_lens_cpu: host copies, for kernels that need them.
+        query_start_loc_cpu, seq_lens_cpu: host copies, for kernels that need them; ours do not, and
+            follow the device where the two differ, with or without Options(adaptive=True).
         shared_prefix_lens: int32 [R], tokens believed to be shared with some other request; a hint
             that is checked, never trusted: what is shared is found in page_table.
     """

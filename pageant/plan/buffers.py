@@ -52,6 +52,7 @@ class PlanBuffers:
         real_tokens: tokens without padding.
         pages: the largest page id rows can see, for run to compare with the cache.
         copy: what kernels read of the batch; None before the first plan.
+        packed: the decodes' draft mask in words, once somebody asked for it.
     """
 
     work: dict[tuple[str, int | None], WorkList]
@@ -62,6 +63,7 @@ class PlanBuffers:
     real_tokens: int = 0
     pages: PageUse = field(default_factory=PageUse)
     copy: BatchCopy | None = None
+    packed: torch.Tensor | None = None
 
     @property
     def batch(self) -> BatchCopy:

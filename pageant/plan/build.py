@@ -10,6 +10,7 @@ import torch
 from pageant.plan.batch import Batch
 from pageant.plan.buffers import PlanBuffers, make_work, make_workspace
 from pageant.plan.copies import CopyMemory
+from pageant.plan.masks import PackedMasks
 from pageant.plan.mistakes import Lens, check_host, check_values, lens_of
 from pageant.plan.pages import PageUse, page_use
 from pageant.plan.prefix import SharedPrefix, check_hint, shared_prefixes
@@ -50,6 +51,20 @@ class Plan:
             )
             for window in self.planner.features.windows
         }
+
+    @property
+    def packed_draft_mask(self) -> torch.Tensor | None:
+        """Who sees whom among the new tokens of decodes, as bits: see ``pageant.plan.masks``.
+
+        uint16 [R, m, words] where all decodes bring m tokens and are causal, or none is, without a
+        draft mask: at an address that stays. Else [tokens, words], a request's rows from its
+        query_start_loc on. None without a draft mask if no decode has several new tokens.
+        """
+        self.require_current()
+        if self.buffers.packed is None:
+            masks, decodes = self.planner.masks, self.split.num_decodes
+            self.buffers.packed = masks.of(self.buffers.batch, decodes)
+        return self.buffers.packed
 
     def check(self) -> None:
         """Raise if the batch's tensors hold a mistake by now (synchronises on a GPU)."""
@@ -103,6 +118,7 @@ class Planner:
                 "bounds whose buffers fit in memory; plan_slots and debug_splits multiply them"
             )
             raise bad("limits", limits, allowed) from None
+        self.masks = PackedMasks(limits.max_requests, device)
         self.generation = 0
 
     def plan(self, batch: Batch) -> Plan:
@@ -118,13 +134,14 @@ class Planner:
         self._fill(buffers, batch, lens, pages)
         return Plan(batch, buffers, self.generation, self)
 
-    def require(self, plan: Plan) -> None:
-        """Raise unless the plan is one of ours, and its buffers still hold it."""
+    def require(self, plan: Plan | None) -> Plan:
+        """Raise unless the plan is one of ours, and its buffers still hold it; else return it."""
         if not isinstance(plan, Plan):
             raise bad("plan", type(plan).__name__, "a plan this Attention made")
         if plan.planner is not self:
             raise bad("plan", "another Attention's", "a plan this Attention made")
         plan.require_current()
+        return plan
 
     def update(self, plan: Plan) -> None:
         """Plan again after the batch's tensors changed in place."""
@@ -149,7 +166,7 @@ class Planner:
         )
         buffers.real_tokens, buffers.pages = int(lens.starts[-1]), pages
         copy = buffers.memory.copy(batch, lens.starts, lens.key_lens, self.page_size)
-        buffers.copy = copy
+        buffers.copy, buffers.packed = copy, None
         if copy.draft_mask is None and isinstance(copy.causal, torch.Tensor):
             sees_all = ~copy.causal.cpu().numpy()
         else:

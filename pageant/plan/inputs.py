@@ -84,8 +84,8 @@ def check_rows(
 
 
 def check_cache(
-    cache: LayerCache, shape: Shape, spec: CacheSpec, fmt: Format, device: torch.device
-) -> None:
+    cache: LayerCache | None, shape: Shape, spec: CacheSpec, fmt: Format, device: torch.device
+) -> LayerCache:
     """Raise unless the pages are strided tensors of this shape, format and order of scales."""
     if not isinstance(cache, LayerCache):
         raise bad(
@@ -109,6 +109,7 @@ def check_cache(
         if part.shape[0] != cache.num_pages:
             have = f"{part.shape[0]} pages of {name}"
             raise bad("cache", have, f"{cache.num_pages} pages, as of k")
+    return cache
 
 
 def _check_pages(

@@ -30,6 +30,25 @@ def new_out(q: torch.Tensor, real_tokens: int, shape: Shape, params: LayerParams
     return out
 
 
+def new_lse(q: torch.Tensor) -> torch.Tensor:
+    """float32 [T, Hq] for a query's rows: -inf."""
+    return q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+
+
+def zeroed(
+    out: torch.Tensor | None,
+    out_scales: OutScales | None,
+    q: torch.Tensor,
+    shape: Shape,
+    params: LayerParams,
+) -> torch.Tensor:
+    """The output of a run that attends to nothing: what was given, all of it 0, or a new one."""
+    scales = check_output(out, out_scales, q, None, params, shape, 0)
+    if scales is not None:
+        scales.zero_()
+    return new_out(q, 0, shape, params) if out is None else out.zero_()
+
+
 def _row(shape: Shape, params: LayerParams) -> tuple[int, torch.dtype]:
     """Elements of `out` that hold one head of one token, and their type."""
     if params.out_format == "model":
@@ -42,16 +61,17 @@ def check_output(
     out: torch.Tensor | None,
     out_scales: OutScales | None,
     q: torch.Tensor,
-    cache: LayerCache,
+    cache: LayerCache | None,
     params: LayerParams,
     shape: Shape,
     num_tokens: int,
-) -> None:
+) -> torch.Tensor | None:
     """Raise unless the output's tensors are of the layer's out_format and harm nothing.
 
     Writing them must change nothing that is still to be read, and write nothing twice. `out` may be
     q itself: same memory, same strides. Otherwise neither shares an element with q or the other,
-    and both lie outside the memory from the first to the last byte of anything else.
+    and both lie outside the memory from the first to the last byte of anything else. Returns the
+    tensor of the block scales.
     """
     if out is not None:
         size, dtype = _row(shape, params)
@@ -67,16 +87,17 @@ def check_output(
         for name, x in (("q", q), ("out", out)):
             if x is not None and rows_meet(scales, x):
                 raise bad("out_scales", f"a part of {name}'s memory", "memory of its own")
+    return scales
 
 
-def _check_memory(name: str, x: torch.Tensor, cache: LayerCache, params: LayerParams) -> None:
+def _check_memory(
+    name: str, x: torch.Tensor, cache: LayerCache | None, params: LayerParams
+) -> None:
     check_writable(name, x)
     if overlaps_itself(x):
         raise bad(name, f"a tensor of strides {x.stride()}", "rows that do not overlap")
-    others = {
-        "cache": (cache.k, cache.v, cache.k_scales, cache.v_scales),
-        "layer": (params.sinks, params.alibi_slopes),
-    }
+    pages = () if cache is None else (cache.k, cache.v, cache.k_scales, cache.v_scales)
+    others = {"cache": pages, "layer": (params.sinks, params.alibi_slopes)}
     for owner, tensors in others.items():
         if any(other is not None and spans_meet(x, other) for other in tensors):
             raise bad(name, f"inside the {owner}'s memory", "memory of its own")
