@@ -8,7 +8,7 @@ import torch
 
 import pageant
 from pageant import ArgumentError, Batch, Layer
-from pageant.plan import prefix, shared
+from pageant.plan import prefix
 from tests.inputs import NO_SUCH_PAGE, Case, assert_close, build
 from tests.reports.scene import each_kernel
 
@@ -21,7 +21,6 @@ FORMATS = ("fp32", "bf16", "fp8_e4m3", "int8", "nvfp4")
 @pytest.fixture
 def _always(monkeypatch):
     """Share whatever can be shared."""
-    monkeypatch.setattr(shared, "MANY_ROWS", 4)
     monkeypatch.setattr(prefix, "RULES", (prefix.Rule(members=2, tokens=1, because="a test"),))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +26,10 @@ def interleaved(
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Times]:
-    """Run every call once a round, each round beginning with another one; one round is not counted.
+    """Run every call once a round, each round in another order; one round is not counted.
+
+    What runs after a call whose threads still spin is slowed by them; so no two calls are always
+    neighbours.
 
     Args:
         calls: what to time.
@@ -34,9 +38,9 @@ def interleaved(
     """
     names = list(calls)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds + 1):
-        first = turn % len(names) if names else 0
-        for name in names[first:] + names[:first]:
+    order = random.Random(0)
+    for _ in range(rounds + 1):
+        for name in order.sample(names, len(names)):
             start = clock()
             calls[name]()
             seconds[name].append(clock() - start)

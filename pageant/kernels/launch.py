@@ -69,6 +69,6 @@ def launch(
                 work=work,
                 workspace=plan.planner.workspace,
             )
-            for shared in buffers.shared.get(params.window, ()) if phase == "decode" else ():
-                load_shared(row)(load(rows[shared.phase]), shared, call)
+            if phase == "decode" and params.window in buffers.shared:
+                load_shared(row)(load(row), buffers.shared[params.window], call)
             load(row)(call)

@@ -11,7 +11,7 @@ from pageant.plan.pages import PageUse
 from pageant.plan.prefix import LEVELS
 from pageant.plan.shared import TILE_ROWS, SharedWork
 from pageant.plan.split import Split
-from pageant.plan.work import INVARIANT_TILE, WorkList, query_tile
+from pageant.plan.work import QUERY_TILE, WorkList
 from pageant.types import Features, Limits, Options, Shape
 
 
@@ -57,7 +57,7 @@ class PlanBuffers:
 
     work: dict[tuple[str, int | None], WorkList]
     memory: CopyMemory
-    shared: dict[int | None, tuple[SharedWork, ...]] = field(default_factory=dict)
+    shared: dict[int | None, SharedWork] = field(default_factory=dict)
     generation: int = -1
     split: Split = Split(0, 0, 0, 0)
     real_tokens: int = 0
@@ -78,12 +78,11 @@ def make_work(
     """Room for the work of any batch within the limits."""
     pieces = options.debug_splits or 1
     work = {}
+    tiles = limits.max_requests + -(-limits.max_tokens // QUERY_TILE)
+    decode_items = tiles if options.invariant else limits.max_requests * pieces + workers
     for window in features.windows:
-        tile = INVARIANT_TILE if options.invariant else query_tile(window)
-        tiles = limits.max_requests + -(-limits.max_tokens // tile)
-        decode_items = tiles if options.invariant else limits.max_requests * pieces + workers
         work["decode", window] = WorkList.empty(decode_items, workers)
-        work["prefill", window] = WorkList.empty(tiles, 1)
+        work["prefill", window] = WorkList.empty(tiles, workers)
     return work
 
 

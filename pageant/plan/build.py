@@ -14,9 +14,9 @@ from pageant.plan.masks import PackedMasks
 from pageant.plan.mistakes import Lens, check_host, check_values, lens_of
 from pageant.plan.pages import PageUse, page_use
 from pageant.plan.prefix import SharedPrefix, check_hint, shared_prefixes
-from pageant.plan.shared import by_phase, parts_of, share
+from pageant.plan.shared import parts_of, share
 from pageant.plan.split import Split, split_decodes_and_prefills
-from pageant.plan.work import INVARIANT_TILE, Lengths, fill_decode, fill_prefill
+from pageant.plan.work import Lengths, fill_decode, fill_prefill
 from pageant.select.answer import Explanation
 from pageant.types import CacheSpec, Features, Limits, Options, Shape, bad
 
@@ -45,10 +45,9 @@ class Plan:
     @property
     def shared(self) -> dict[int | None, tuple[SharedPrefix, ...]]:
         """For each window of the layers: which requests' keys are computed once, and how many."""
+        found = self.buffers.shared
         return {
-            window: tuple(
-                prefix for part in self.buffers.shared.get(window, ()) for prefix in part.prefixes
-            )
+            window: found[window].prefixes if window in found else ()
             for window in self.planner.features.windows
         }
 
@@ -176,13 +175,11 @@ class Planner:
         prefill = Lengths(decodes, batch.num_requests, lens.query_lens, lens.key_lens, sees_all)
         buffers.shared.clear()
         for window in self.features.windows:
-            tile = None
             if self.options.invariant:
-                tile = INVARIANT_TILE
-                fill_prefill(buffers.work["decode", window], decode, window, tile)
+                fill_prefill(buffers.work["decode", window], decode, window)
             else:
                 self._fill_decode(buffers, decode, window)
-            fill_prefill(buffers.work["prefill", window], prefill, window, tile)
+            fill_prefill(buffers.work["prefill", window], prefill, window)
 
     def _fill_decode(self, buffers: PlanBuffers, decode: Lengths, window: int | None) -> None:
         """One window's decodes, and the prefixes they share."""
@@ -193,9 +190,8 @@ class Planner:
         fill_decode(work, decode, window, self.options.debug_splits)
         if prefixes:
             starts = np.concatenate([[0], np.cumsum(decode.query_lens)])
-            buffers.shared[window] = tuple(
-                share(phase, some, starts, decode.key_lens, work, self.decode_threshold)
-                for phase, some in by_phase(prefixes, decode.query_lens)
+            buffers.shared[window] = share(
+                prefixes, starts, decode.key_lens, work, self.decode_threshold
             )
 
     def _prefixes(

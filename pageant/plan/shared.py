@@ -6,7 +6,7 @@ its own request, merged with those of the keys that it alone has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +20,10 @@ from pageant.plan.work import (
     Lengths,
     WorkList,
     fill_decode,
-    fill_prefill,
-    query_tile,
 )
-from pageant.select.row import Phase
 
 IntArray = np.ndarray[Any, Any]
 
-# Gathered rows from which multiplying matrices wins, for 512 common keys on two cores: of 8 rows
-# 1.4 ms to 1.5 ms, of 16 2.5 ms to 2.0 ms (32/8 heads of 128, bfloat16).
-MANY_ROWS = 16
 TILE_ROWS = 32  # gathered rows of one request: with more, widening a key is no longer a cost
 
 
@@ -38,7 +32,6 @@ class SharedWork:
     """Gathered requests (V of them, S rows together) and where their results belong.
 
     Attributes:
-        phase: whose kernel computes them.
         prefixes: what is shared.
         query_start_loc: int32 [V + 1].
         key_lens: int32 [V].
@@ -49,7 +42,6 @@ class SharedWork:
         moved: float32 [S], how much nearer a key is to the gathered row than to the token.
     """
 
-    phase: Phase
     prefixes: tuple[SharedPrefix, ...]
     query_start_loc: torch.Tensor
     key_lens: torch.Tensor
@@ -76,27 +68,7 @@ def parts_of(prefixes: Sequence[SharedPrefix], num_requests: int) -> tuple[IntAr
     return keys, parts
 
 
-def by_phase(
-    prefixes: Sequence[SharedPrefix], query_lens: IntArray
-) -> Iterator[tuple[Phase, tuple[SharedPrefix, ...]]]:
-    """The groups that each phase's kernel computes best: many rows are a matrix.
-
-    >>> group = SharedPrefix(requests=(0, 2), level=0, first_key=0, num_keys=8, pages=(1, 9))
-    >>> [phase for phase, _ in by_phase([group], np.array([1, 1, 1]))]
-    ['decode']
-    """
-    many = [int(query_lens[list(prefix.requests)].sum()) >= MANY_ROWS for prefix in prefixes]
-    phases: tuple[tuple[Phase, bool], ...] = (("decode", False), ("prefill", True))
-    for phase, wanted in phases:
-        some = tuple(
-            each for each, is_many in zip(prefixes, many, strict=True) if is_many == wanted
-        )
-        if some:
-            yield phase, some
-
-
 def share(
-    phase: Phase,
     prefixes: tuple[SharedPrefix, ...],
     starts: IntArray,
     key_lens: IntArray,
@@ -106,7 +78,6 @@ def share(
     """Gather the rows of every group.
 
     Args:
-        phase: whose kernel the work is for.
         prefixes: the groups, not none.
         starts, key_lens: int64 [R + 1] and [R], of the batch.
         own: the work list of the keys that are not shared, where slots were given out.
@@ -124,7 +95,7 @@ def share(
         rows.append(np.repeat(starts[members], query_lens) + row)
         slots.append(np.repeat(first * slot_rows, query_lens) + row)
         position = np.repeat(key_lens[members] - query_lens, query_lens) + row
-        pieces = -(-count // TILE_ROWS) if phase == "decode" else 1
+        pieces = -(-count // TILE_ROWS)
         cuts = np.linspace(0, count, pieces + 1).astype(np.int64)
         lens.append(np.diff(cuts))
         # The last gathered row of each tile stands at the last shared key.
@@ -137,27 +108,21 @@ def share(
     for line, prefix in zip(table, prefixes, strict=True):
         line[: len(prefix.pages)] = prefix.pages
     return SharedWork(
-        phase=phase,
         prefixes=prefixes,
         query_start_loc=_int32(np.concatenate([[0], np.cumsum(query_lens)])),
         key_lens=_int32(shared_keys),
         page_table=_int32(np.repeat(table, tiles, axis=0)),
-        work=_work(phase, query_lens, shared_keys, len(own.share_start) - 1),
+        work=_work(query_lens, shared_keys, len(own.share_start) - 1),
         rows=np.concatenate(rows),
         slots=np.concatenate(slots),
         moved=torch.from_numpy(np.concatenate(moved)).float(),
     )
 
 
-def _work(phase: Phase, query_lens: IntArray, key_lens: IntArray, workers: int) -> WorkList:
+def _work(query_lens: IntArray, key_lens: IntArray, workers: int) -> WorkList:
     count = len(query_lens)
-    lengths = Lengths(0, count, query_lens, key_lens, np.ones(count, np.bool_))
-    if phase == "decode":
-        work = WorkList.empty(count + workers, workers)
-        fill_decode(work, lengths, None)
-    else:
-        work = WorkList.empty(count + int(query_lens.sum()) // query_tile(None), 1)
-        fill_prefill(work, lengths, None)
+    work = WorkList.empty(count + workers, workers)
+    fill_decode(work, Lengths(0, count, query_lens, key_lens, np.ones(count, np.bool_)), None)
     return work
 
 

@@ -18,8 +18,7 @@ FIRST_PARTIAL, NUM_PARTIALS = 1, 2
 
 KEY_TILE = 64  # keys; the grain of decode shares
 MIN_SHARE = 8  # tiles; below this a second thread costs more than it brings
-QUERY_TILE = 512  # rows of a prefill item
-INVARIANT_TILE = 16  # rows of an item in invariant mode, of decodes and prefills alike
+QUERY_TILE = 16  # rows of a prefill item; with more, buffers outgrow a processor's nearest cache
 
 
 @dataclass(frozen=True)
@@ -147,16 +146,14 @@ def fill_decode(
     work.counts[:] = count, len(cut)
 
 
-def fill_prefill(
-    work: WorkList, lengths: Lengths, window: int | None, tile: int | None = None
-) -> None:
+def fill_prefill(work: WorkList, lengths: Lengths, window: int | None) -> None:
     """Cut the phase's query rows into tiles, each with the keys its rows can see.
 
     >>> work = WorkList.empty(capacity=4, workers=1)
-    >>> lens = np.array([600])
+    >>> lens = np.array([20])
     >>> fill_prefill(work, Lengths(0, 1, lens, lens, np.zeros(1, bool)), window=None)
     >>> work.items[:2].tolist()
-    [[0, 0, 512, 0, 512, -1], [0, 512, 600, 0, 600, -1]]
+    [[0, 0, 16, 0, 16, -1], [0, 16, 20, 0, 20, -1]]
     """
     work.clear()
     part = slice(lengths.first, lengths.last)
@@ -165,25 +162,19 @@ def fill_prefill(
         lengths.key_lens[part],
         lengths.sees_all[part],
     )
-    tile = query_tile(window) if tile is None else tile
-    tiles = -(-rows // tile)
+    tiles = -(-rows // QUERY_TILE)
     owner = np.repeat(np.arange(len(rows)), tiles)
     count = len(owner)
     index = np.arange(count) - np.repeat(np.cumsum(tiles) - tiles, tiles)
     items = work.items[:count]
     items[:, REQUEST] = owner + lengths.first
-    items[:, QUERY_BEGIN] = index * tile
-    items[:, QUERY_END] = np.minimum(rows[owner], items[:, QUERY_BEGIN] + tile)
+    items[:, QUERY_BEGIN] = index * QUERY_TILE
+    items[:, QUERY_END] = np.minimum(rows[owner], items[:, QUERY_BEGIN] + QUERY_TILE)
     m, n = rows[owner], keys[owner]
     reach = np.where(sees_all[owner], n, np.clip(n - m + items[:, QUERY_END], 0, n))
     begin = first_keys(m - items[:, QUERY_BEGIN], n, window)
     items[:, KEY_BEGIN] = np.minimum(begin, reach)
     items[:, KEY_END] = reach
     items[:, PARTIAL] = -1
-    work.share_start[1:] = count
+    work.share_start[:] = count * np.arange(len(work.share_start)) // (len(work.share_start) - 1)
     work.counts[:] = count, 0
-
-
-def query_tile(window: int | None) -> int:
-    """Rows of a prefill item: few with a window, so that a tile sees most keys it gathers."""
-    return QUERY_TILE if window is None else min(QUERY_TILE, max(64, window))

@@ -67,7 +67,7 @@ def compiled_in(module: Any) -> Compiled:
 
 
 def _parts(module: ModuleType) -> list[ModuleType]:
-    """Modules a kernel imports that are named after it, as ``decode_walk`` after ``decode``."""
+    """Modules a kernel imports that are named after it: ``attention_walk`` of ``attention``."""
     values = [value for value in vars(module).values() if isinstance(value, ModuleType)]
     return [value for value in values if value.__name__.startswith(f"{module.__name__}_")]
 

@@ -157,9 +157,8 @@ def test_nothing_shared_is_found_out_fast():
 
 
 @pytest.mark.usefixtures("_always")
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
 @given(tables(), st.data())
-def test_every_key_of_every_row_is_computed_once(phase, case, data):
+def test_every_key_of_every_row_is_computed_once(case, data):
     """Own items and shared parts cover each row's keys, each in a slot of its own."""
     table, visible = case
     count, slot_rows, workers = len(table), 3, 2
@@ -173,7 +172,7 @@ def test_every_key_of_every_row_is_computed_once(phase, case, data):
     shared_keys, parts = parts_of(prefixes, count)
     sees_all = np.zeros(count, np.bool_)
     fill_decode(own, Lengths(0, count, rows, keys, sees_all, shared_keys, parts), None)
-    work = share(phase, prefixes, starts, keys, own, slot_rows)
+    work = share(prefixes, starts, keys, own, slot_rows)
 
     begin_of = {}
     slots_of = {}

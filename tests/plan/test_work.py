@@ -3,7 +3,6 @@
 from itertools import pairwise
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
@@ -16,12 +15,12 @@ from pageant.plan.work import (
     PARTIAL,
     QUERY_BEGIN,
     QUERY_END,
+    QUERY_TILE,
     REQUEST,
     Lengths,
     fill_decode,
     fill_prefill,
     first_keys,
-    query_tile,
 )
 from pageant.types import Features, Limits, Options, Shape
 
@@ -156,7 +155,7 @@ def test_prefill(part, window):
         begin, end = item[QUERY_BEGIN], item[QUERY_END]
         assert begin == rows_done[request]
         assert begin < end <= m
-        assert end - begin <= query_tile(window)
+        assert end - begin <= QUERY_TILE
         rows_done[request] = end
         assert item[PARTIAL] == -1
         seen = [
@@ -195,32 +194,3 @@ def test_first_keys(m, n, window):
     ]
     if m and n:
         assert got == min(visible, default=n)
-
-
-@pytest.mark.parametrize("window", [None, 1, 63, 64, 65, 511, 512, 513, 10**6])
-def test_query_tiles(window):
-    assert 64 <= query_tile(window) <= 512
-    assert window is None or window >= 512 or query_tile(window) == max(64, window)
-
-
-def test_a_long_request_among_short_ones_is_shared():
-    """One request of 100,000 keys and 15 of 100: four workers get the same number of keys."""
-    lens = np.array([100] * 8 + [100_000] + [100] * 7)
-    part = Lengths(0, 16, np.ones(16, int), lens, np.zeros(16, bool))
-    work, _ = room("decode", part, None, workers=4)
-    fill_decode(work, part, None)
-    loads = [
-        int((work.items[a:b, KEY_END] - work.items[a:b, KEY_BEGIN]).sum())
-        for a, b in pairwise(work.share_start.tolist())
-    ]
-    assert sum(loads) == lens.sum()
-    assert max(loads) - min(loads) < 16 * KEY_TILE
-    assert work.groups[: work.counts[1], REQUEST].tolist() == [8]
-
-
-def test_little_work_stays_with_one_worker():
-    part = Lengths(0, 2, np.ones(2, int), np.array([30, 200]), np.zeros(2, bool))
-    work, _ = room("decode", part, None, workers=8)
-    fill_decode(work, part, None)
-    assert work.share_start.tolist() == [0] + [2] * 8
-    assert work.counts.tolist() == [2, 0]

@@ -181,7 +181,7 @@ def test_the_same_bits_with_every_format(format):
 def test_the_same_bits_with_any_number_of_threads(threads, monkeypatch):
     setting = Setting(shape(num_kv_heads=6), pageant.Layer())
     alone = setting.compute(Way())
-    monkeypatch.setattr("pageant.kernels.cpu.decode.THREAD_READS", 0)
+    monkeypatch.setattr("pageant.kernels.cpu.attention.THREAD_READS", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert_same_bits(setting.compute(Way(after=CROWD, pieces=(100, 130, 200))), alone)
 

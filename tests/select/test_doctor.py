@@ -30,7 +30,7 @@ def test_text(capsys: Capture) -> None:
     assert lines[0].startswith("pageant ")
     assert any(line.split()[:1] == ["torch"] for line in lines)
     assert any(line.startswith("cpu: cpu (") for line in lines)
-    assert "prefill  cpu.prefill  nothing to compile" in text
+    assert any(line.startswith("prefill  cpu.prefill  ") for line in lines)
     assert all(line == line.rstrip() for line in lines)
 
 

@@ -89,7 +89,7 @@ def test_a_fault_is_found(tmp_path: Path, path: str, text: str, fault: str) -> N
         ("kernels/cpu/a.py", "from pageant.kernels.cpu import common\nfrom .common import x"),
         ("kernels/cpu/a.py", "from pageant.kernels.call import Call\nfrom ..call import Call"),
         ("kernels/cpu/a.py", "from pageant.plan.build import Plan"),
-        ("kernels/cpu/__init__.py", "from pageant.kernels.cpu.decode import decode"),
+        ("kernels/cpu/__init__.py", "from pageant.kernels.cpu.attention import run"),
         ("kernels/cpu/a.py", f"@njit(cache=True)\ndef f({NINE}, x):\n{LONG_BODY}"),
         ("kernels/triton/a.py", "import triton\n@triton.jit\ndef f(x): ..."),
         ("kernels/cpu/a.py", "class A:\n    def f(self, x: int) -> int: ..."),

@@ -1,1 +1,1 @@
-"""Kernels for the host: numba for decode, torch for prefill."""
+"""Kernels for the host, compiled by numba."""

@@ -16,7 +16,7 @@ from pageant.kernels import reference
 from pageant.kernels.call import AttentionCall
 from pageant.plan.buffers import Workspace
 from pageant.plan.inputs import LayerParams
-from pageant.plan.work import Lengths, WorkList, fill_decode, fill_prefill
+from pageant.plan.work import QUERY_TILE, Lengths, WorkList, fill_decode, fill_prefill
 from tests.inputs import BOUNDS, assert_close
 
 Pairs = list[tuple[int, int]]
@@ -64,7 +64,9 @@ def make_call(
     resolved = LayerParams(**{"score_scale": dims[0] ** -0.5, **params})
     each = np.full(len(lengths), causal) if isinstance(causal, bool) else causal.numpy()
     part = Lengths(0, len(lengths), rows, keys, ~each | (draft is not None))
-    work = WorkList.empty(len(lengths) * (splits or 1) + 64, WORKERS)
+    work = WorkList.empty(
+        len(lengths) * (splits or 1) + 64 + int(rows.sum()) // QUERY_TILE, WORKERS
+    )
     if phase == "decode":
         fill_decode(work, part, resolved.window, splits)
     else:

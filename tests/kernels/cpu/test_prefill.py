@@ -1,4 +1,4 @@
-"""The prefill kernel alone, on work lists and shapes that random small cases seldom reach."""
+"""The kernel alone over prefills: work lists and shapes that random small cases seldom reach."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pageant.kernels.call import AttentionCall
-from pageant.kernels.cpu import prefill
+from pageant.kernels.cpu import attention
 from tests.inputs import BOUNDS
 from tests.kernels.cpu import calls
 from tests.kernels.cpu.calls import UNTOUCHED
@@ -19,7 +19,7 @@ make_call = partial(calls.make_call, phase="prefill")
 
 
 def check(call: AttentionCall) -> None:
-    calls.check(prefill.run, call, lse_bound=BOUNDS[call.out.dtype])
+    calls.check(attention.run, call, lse_bound=BOUNDS[call.out.dtype])
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -42,16 +42,8 @@ def test_long_requests(dtype: torch.dtype, features: dict[str, Any]) -> None:
     check(make_call([(600, 600), (70, 900), (3, 2), (530, 1100)], dtype=dtype, **features))
 
 
-@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
-def test_many_small_tiles(monkeypatch: pytest.MonkeyPatch, features: dict[str, Any]) -> None:
-    for name, small in (("KEY_TILE", 32), ("MAX_ROWS", 32), ("SQUARE_ROWS", 10), ("SCORES", 1)):
-        monkeypatch.setattr(prefill, name, small)
-    monkeypatch.setattr(prefill, "MIN_KEYS", 8)
-    check(make_call([(20, 150), (30, 30), (25, 7)], page_size=5, **features))
-
-
-@pytest.mark.parametrize("page_size", [1, 128, 129, 1000])
-def test_page_sizes_at_which_gathering_changes(page_size: int) -> None:
+@pytest.mark.parametrize("page_size", [1, 63, 64, 129, 1000])
+def test_page_sizes(page_size: int) -> None:
     check(make_call([(40, 300), (200, 260), (2, 1)], page_size=page_size, window=77))
 
 
@@ -69,12 +61,8 @@ def test_fp16_scores_past_its_range_before_scaling() -> None:
     check(call)
 
 
-@pytest.mark.parametrize("tile", [4096, 5])
 @pytest.mark.parametrize("window", [None, 12])
-def test_draft_masks_hide_poison(
-    monkeypatch: pytest.MonkeyPatch, window: int | None, tile: int
-) -> None:
-    monkeypatch.setattr(prefill, "KEY_TILE", tile)
+def test_draft_masks_hide_poison(window: int | None) -> None:
     lengths = [(8, 40), (6, 6), (5, 3)]
     draft = torch.rand(19, 8, generator=torch.Generator().manual_seed(0)) < 0.5
     draft[2] = False
@@ -89,7 +77,7 @@ def test_draft_masks_hide_poison(
 def test_only_rows_of_the_work_list_are_written() -> None:
     call = make_call([(5, 9), (4, 4)])
     call.work.counts[0] = 1
-    prefill.run(call)
+    attention.run(call)
     assert call.lse is not None
     assert (call.out[5:] == UNTOUCHED).all()
     assert (call.lse[5:] == UNTOUCHED).all()
@@ -103,10 +91,10 @@ def test_rows_without_keys_and_calls_without_lse_or_work() -> None:
     assert (call.out[:6] == 0).all()
     assert (call.lse[:6] == -torch.inf).all()
     again = replace(call, lse=None, out=torch.full_like(call.out, UNTOUCHED))
-    prefill.run(again)
+    attention.run(again)
     assert torch.equal(again.out, call.out)
     call.work.clear()
-    prefill.run(call)
+    attention.run(call)
 
 
 def test_causality_is_each_requests_own() -> None:

@@ -1,14 +1,14 @@
-"""Decode on the CPU: few query rows a request, each page read once, in the order it lies in memory.
+"""Attention on the CPU: few query rows at a time read each page, in the order it lies in memory.
 
 For row i of a request with m new tokens and n keys, at position p = n - m + i, and query head h:
 
     s_j = score_scale * (q . k_j);  s = cap * tanh(s / cap);  s = s + slope_h * (j - p);  mask
     out = value_scale * sum_j e^(s_j - max) v_j / sum_j e^(s_j - max);  lse = max + ln sum
 
-An item of the work list is one request's rows and a range of its keys. Keys go by in tiles: the
-scores of every head, the softmax, then the values. Within a tile, a few rows of K (or V) at a time
-are widened into a float32 buffer and used by all rows that share the head, so the cache is read
-once whatever the group. Blocks follow memory, heads inside tokens where a token's heads lie
+An item of the work list is a few rows of a request and a range of its keys. Keys go by in tiles:
+the scores of every head, the softmax, then the values. Within a tile, a few rows of K (or V) at a
+time are widened into a float32 buffer and used by all rows that share the head, so the cache is
+read once whatever the group. Blocks follow memory, heads inside tokens where a token's heads lie
 together and tokens inside heads otherwise, and are asked for ahead of their use. A scale stored for
 a whole row multiplies the key's score and the value's weight; one stored for a block of elements
 multiplies them as they are widened. An item that is a part of a request leaves a normalised part
@@ -16,7 +16,7 @@ and its lse in the workspace; `merge` folds the parts in ascending order. The si
 a row is finished.
 
 Layout: a cache is a flat array of its storage type and 64-bit strides, so all strides work and only
-three variants are compiled (in ``decode_walk.py``): uint8, uint16 and float32 storage.
+three variants are compiled (in ``attention_walk.py``): uint8, uint16 and float32 storage.
 
 Limits: unit content stride; a work list names consecutive requests.
 """
@@ -34,7 +34,7 @@ from pageant.cache.formats import FORMATS, Format
 from pageant.cache.pages import Side
 from pageant.cache.quantize import decode
 from pageant.kernels.call import AttentionCall
-from pageant.kernels.cpu import decode_walk as walk
+from pageant.kernels.cpu import attention_walk as walk
 from pageant.kernels.cpu.common import Array, as_float32, copy, flat, float32_rows, run_shares
 from pageant.plan.work import KEY_BEGIN, KEY_END, QUERY_END, REQUEST
 
@@ -75,7 +75,7 @@ def _run(call: AttentionCall, *, is_invariant: bool) -> None:
     constants, sinks = _constants(call, tokens.stop, is_invariant)
     results = (sinks, out.numpy(), lse.numpy())
     parts = (call.workspace.partial_out.numpy(), call.workspace.partial_lse.numpy())
-    shares, workers = _shares(call, work.items[:num_items], is_invariant)
+    shares, workers = _shares(call, work.items[:num_items])
     run_shares(walk.walk, shares, workers, *constants, *results, *parts)
     if num_groups:
         walk.merge(work.groups[:num_groups], first_token, *parts, *results)
@@ -183,20 +183,17 @@ def _too_small(fmt: Format) -> float:
     return 2.0 ** (16 - (1 << fmt.exponent_bits - 1))
 
 
-def _shares(
-    call: AttentionCall, items: Array, is_invariant: bool
-) -> tuple[list[tuple[Array, int, int]], int]:
+def _shares(call: AttentionCall, items: Array) -> tuple[list[tuple[Array, int, int]], int]:
     """Items and kv heads, first to last, in pieces of about equal work; how many work on them."""
     ends = np.cumsum((items[:, KEY_END] - items[:, KEY_BEGIN]) * items[:, QUERY_END])
     heads, size = call.cache.k.shape[2:]
-    shares = np.count_nonzero(np.diff(call.work.share_start))
-    workers = torch.get_num_threads() if is_invariant else int(shares)
+    workers = len(call.work.share_start) - 1
     if workers == 1 or ends[-1] * heads * (size + call.cache.v.shape[3]) < THREAD_READS:
         return [(items, 0, heads)], 1
     pieces = PIECES * workers
     cuts = np.searchsorted(ends, ends[-1] * np.arange(1, pieces) // pieces)
     bounds = np.unique(np.concatenate(([0], cuts, [len(items)]))).tolist()
-    parts = min(heads, -(-pieces // (len(bounds) - 1))) if is_invariant else 1
+    parts = min(heads, -(-pieces // (len(bounds) - 1)))
     edges = [heads * part // parts for part in range(parts + 1)]
     pairs = itertools.product(itertools.pairwise(bounds), itertools.pairwise(edges))
     return [(items[a:b], first, last) for (a, b), (first, last) in pairs], workers

@@ -1,4 +1,4 @@
-"""The decode kernel alone: bit patterns, work lists and threads that random cases do not reach."""
+"""The kernel alone: bit patterns, work lists and threads that random cases do not reach."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pageant.cache.formats import FORMATS
 from pageant.cache.pages import LayerCache
 from pageant.cache.quantize import dequantize
 from pageant.kernels.call import AttentionCall
-from pageant.kernels.cpu import decode, decode_walk
+from pageant.kernels.cpu import attention, attention_walk
 from tests.inputs import BOUNDS
 from tests.kernels.cpu import calls
 from tests.kernels.cpu.calls import UNTOUCHED, fresh
@@ -26,7 +26,7 @@ make_call = partial(calls.make_call, phase="decode")
 
 
 def check(call: AttentionCall) -> None:
-    calls.check(decode.run, call, lse_bound=1e-5)
+    calls.check(attention.run, call, lse_bound=1e-5)
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -72,9 +72,9 @@ def test_formats_and_unequal_head_sizes(
 
 def test_one_variant_is_compiled_a_storage_type() -> None:
     for features in FEATURES.values():
-        decode.run(make_call([(1, 9)] * 5, **features))
-    decode.run(make_call([(2, 9)], draft=torch.ones(2, 3, dtype=torch.bool)))
-    assert len(decode_walk.walk.signatures) <= 3
+        attention.run(make_call([(1, 9)] * 5, **features))
+    attention.run(make_call([(2, 9)], draft=torch.ones(2, 3, dtype=torch.bool)))
+    assert len(attention_walk.walk.signatures) <= 3
 
 
 @pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2", "fp16", "bf16", "int8"])
@@ -93,7 +93,7 @@ def test_every_bit_pattern_is_read_as_torch_reads_it(format: str) -> None:
     call.cache.v.view(bits)[:, 0, 0] = codes.view(bits).view(requests, -1)
     if call.cache.v_scales is not None:
         call.cache.v_scales[:] = 1.0
-    decode.run(call)
+    attention.run(call)
     want = codes.float().view(requests, -1)[call.page_table[:, 0].long()]
     assert torch.equal(call.out[:-2, 0].nan_to_num(nan=0.5), want.nan_to_num(nan=0.5))
     assert torch.equal(call.out[:-2, 0].isnan(), want.isnan())
@@ -107,7 +107,7 @@ def test_every_pair_and_block_scale_is_read_by_the_definition() -> None:
     assert call.cache.v_scales is not None
     call.cache.v[:, 0, 0] = every
     call.cache.v_scales.view(torch.uint8)[page, 0, 0] = every[:, None].expand(256, 32)
-    decode.run(call)
+    attention.run(call)
     scales = call.cache.v_scales[page, 0, 0]
     want = dequantize(every.expand(256, 256), scales, "nvfp4")
     torch.testing.assert_close(call.out[:256, 0], want, rtol=0, atol=0, equal_nan=True)
@@ -115,13 +115,13 @@ def test_every_pair_and_block_scale_is_read_by_the_definition() -> None:
 
 def test_exp_and_tanh() -> None:
     x = np.concatenate([-np.geomspace(1e-7, 86.9, 4000), [0.0, 80.0]]).astype(np.float32)
-    got = np.array([decode_walk._exp(each) for each in x])
+    got = np.array([attention_walk._exp(each) for each in x])
     assert np.abs(got / np.exp(x.astype(np.float64)) - 1).max() < 5e-7
-    assert decode_walk._exp(np.float32(-np.inf)) == 0
-    assert np.isnan(decode_walk._exp(np.float32(np.nan)))
+    assert attention_walk._exp(np.float32(-np.inf)) == 0
+    assert np.isnan(attention_walk._exp(np.float32(np.nan)))
     x = np.concatenate([np.geomspace(1e-20, 100, 4000), [0.59999, 0.6, np.inf]]).astype(np.float32)
     for sign in (1, -1):
-        got = np.array([decode_walk._tanh(np.float32(sign * each)) for each in x])
+        got = np.array([attention_walk._tanh(np.float32(sign * each)) for each in x])
         assert np.abs(sign * got / np.tanh(x.astype(np.float64)) - 1).max() < 5e-7
 
 
@@ -136,7 +136,7 @@ def test_draft_masks_hide_poison(window: int | None, splits: int | None) -> None
     slot = int(call.page_table[0, 75 // 2]), 75 % 2
     call.cache.k[slot], call.cache.v[slot] = torch.nan, torch.inf
     call.page_table[0, 76 // 2] = 10**6  # keys 76 and 77 are seen by nobody: no such page
-    decode.run(call)
+    attention.run(call)
     got = call.out.clone(), call.lse
     call.page_table[0, 76 // 2] = 0
     check(fresh(call))
@@ -155,29 +155,29 @@ def test_a_score_of_minus_infinity_among_finite_ones() -> None:
 def test_a_visible_nan_is_not_swallowed() -> None:
     call = make_call([(1, 100)])
     call.cache.k[int(call.page_table[0, 3]), 1, 0] = torch.nan
-    decode.run(call)
+    attention.run(call)
     assert call.out[0, :3].isnan().all()
     assert torch.isfinite(call.out[0, 3:]).all()
 
 
 def test_strided_and_shared_memory_gives_the_same_bits() -> None:
     call = make_call([(1, 200), (2, 70)], dims=(32, 32))
-    decode.run(call)
+    attention.run(call)
     k, v = call.cache.k, call.cache.v
     both = torch.cat([k, v], dim=-1)
     wide = torch.stack([k, v], dim=1)
     inside = wide.transpose(2, 3).contiguous().transpose(2, 3)
     for views in ((both[..., :32], both[..., 32:]), wide.unbind(1), inside.unbind(1)):
         again = fresh(replace(call, cache=LayerCache(*views, call.cache.format)))
-        decode.run(again)
+        attention.run(again)
         assert torch.equal(again.out, call.out)
     fused = torch.empty(call.q.shape[0], 3, *call.q.shape[1:])
     fused[:, 1] = call.q
     spread = torch.empty(*call.page_table.shape, 2, dtype=torch.int32).transpose(1, 2).flatten(1)
     table = spread[:, : call.page_table.shape[1]].copy_(call.page_table)
     out = torch.full((*call.out.shape[:2], 40), UNTOUCHED)[..., :32]
-    decode.run(fresh(replace(call, q=fused[:, 1], page_table=table)))
-    decode.run(replace(call, q=fused[:, 1], page_table=table, out=out, lse=None))
+    attention.run(fresh(replace(call, q=fused[:, 1], page_table=table)))
+    attention.run(replace(call, q=fused[:, 1], page_table=table, out=out, lse=None))
     assert torch.equal(out, call.out)
 
 
@@ -186,13 +186,13 @@ def test_threads_and_concurrent_callers_agree(monkeypatch: pytest.MonkeyPatch) -
     for call in calls:
         assert call.work.counts[1] > 0, "a request is cut between shares"
         check(call)
-    monkeypatch.setattr(decode, "THREAD_READS", 0)
+    monkeypatch.setattr(attention, "THREAD_READS", 0)
 
     def again(call: AttentionCall) -> bool:
         results = []
         for _ in range(20):
             results.append(fresh(call))
-            decode.run(results[-1])
+            attention.run(results[-1])
         return all(torch.equal(each.out, call.out) for each in results)
 
     with ThreadPoolExecutor(4) as callers:
@@ -202,11 +202,11 @@ def test_threads_and_concurrent_callers_agree(monkeypatch: pytest.MonkeyPatch) -
 SPAWNED = """
 import torch
 from pageant.cache.quantize import dequantize
-from pageant.kernels.cpu import decode, decode_walk
-from tests.kernels.cpu.test_decode import make_call
-decode.THREAD_READS = 0
+from pageant.kernels.cpu import attention, attention_walk
+from tests.kernels.cpu.test_attention import make_call
+attention.THREAD_READS = 0
 call = make_call([(1, 700), (2, 900)])
-decode.run(call)
+attention.run(call)
 torch.save(call.out, {path!r})
 """
 
@@ -217,7 +217,7 @@ def test_a_process_of_its_own_gives_the_same_bits(tmp_path: Any) -> None:
         subprocess.Popen([sys.executable, "-c", SPAWNED.format(path=path)]) for path in paths
     ]
     call = make_call([(1, 700), (2, 900)])
-    decode.run(call)
+    attention.run(call)
     for process, path in zip(running, paths, strict=True):
         assert process.wait() == 0
         assert torch.equal(torch.load(path), call.out)
@@ -226,5 +226,5 @@ def test_a_process_of_its_own_gives_the_same_bits(tmp_path: Any) -> None:
 def test_empty_work_writes_nothing() -> None:
     call = make_call([(1, 5)])
     call.work.clear()
-    decode.run(call)
+    attention.run(call)
     assert (call.out == UNTOUCHED).all()

@@ -1,11 +1,11 @@
 # budget: what is compiled together lies in one file, as numba's cache sees no change in another
-"""The compiled part of decode on the CPU: walk a list of items over pages, and merge their parts.
+"""The compiled part of attention on the CPU: walk items over pages, and merge their parts.
 
-``decode.py`` says what is computed and prepares the arguments.
+``attention.py`` says what is computed and prepares the arguments.
 
 Stored elements become float32 without branches, so that loops vectorise. Small floats go through
 float16, which processors convert: they come out too small by 2^8 (e4m3) or 2^14 (e2m1), and
-`decode.py` puts that into factors.
+`attention.py` puts that into factors.
 """
 
 from __future__ import annotations
@@ -486,9 +486,9 @@ def walk(  # budget: what a call holds, unpacked for compiled code
 ):  # fmt: skip
     """Attend to every item (a row of the work list) of a share: (items, first kv head, last).
 
-    `decode.py` makes the arguments and says what they hold; here are those it passes on: key_lens
-    int32 [R], table flat int32, causal bool [R], mask bool [T, M] or empty, slopes and sinks
-    float32 [Hq] or empty, numbers float32 (score scale, value scale, cap).
+    `attention.py` makes the arguments and says what they hold; here are those it passes on:
+    key_lens int32 [R], table flat int32, causal bool [R], mask bool [T, M] or empty, slopes and
+    sinks float32 [Hq] or empty, numbers float32 (score scale, value scale, cap).
     """
     items, first_head, last_head = share
     all_heads, page_size, table_stride, window, heads_inside, aligned = geometry
