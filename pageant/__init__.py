@@ -8,12 +8,12 @@ from pageant.cache.pages import LayerCache, PagedCache
 from pageant.device import Device
 from pageant.plan.batch import Batch
 from pageant.plan.build import Plan
+from pageant.ranks import ContextParallel
 from pageant.select.choose import supports
 from pageant.select.explain import Explanation
 from pageant.types import (
     ArgumentError,
     CacheSpec,
-    ContextParallel,
     Features,
     Layer,
     Limits,

@@ -13,6 +13,7 @@ from pageant.device import Device
 from pageant.kernels.cpu.quantize_out import quantize_out
 from pageant.kernels.cpu.write_pages import write_pages
 from pageant.kernels.launch import launch, never_compiled
+from pageant.parallel import run as parallel
 from pageant.plan.batch import Batch
 from pageant.plan.build import Plan, Planner
 from pageant.plan.inputs import (
@@ -22,6 +23,7 @@ from pageant.plan.inputs import (
     check_query,
     check_unpaged,
     layer_of,
+    partial_params,
     resolve_layer,
 )
 from pageant.plan.outputs import check_output, new_lse, new_out, zeroed
@@ -80,6 +82,7 @@ class Attention:
         require(check_config(shape, *parts))
         found = Device.detect(device)
         self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        self._ranks = self.options.context_parallel
         self._explanation = explain(shape, *parts, found)
         require(self._explanation.support)
         require(check_limits(self.limits))
@@ -224,10 +227,18 @@ class Attention:
         check_output(out, out_scales, q, cache, params, self.shape, plan.batch.num_tokens)
         if out is None:
             out = new_out(q, plan.buffers.real_tokens, self.shape, params)
+        real, kernels, q = plan.buffers.real_tokens, self._explanation.rows, q.to(self.shape.dtype)
         rows = out if params.out_format == "model" else self._planner.workspace.finished
-        q = q.to(self.shape.dtype)
         lse = new_lse(q) if return_lse else None
-        launch(self._explanation.rows, plan, q, cache, params, rows, lse)
-        if rows is not out:
-            quantize_out(rows[: plan.buffers.real_tokens], out, out_scales, params)
+        if self._ranks is not None and self._ranks.group is not None:
+            rows, whole_lse = parallel.run(kernels, plan, q, cache, params, self._ranks)
+            if lse is not None:
+                lse[:real] = whole_lse
+        else:
+            params = params if self._ranks is None else partial_params(params, return_lse)
+            launch(kernels, plan, q, cache, params, rows, lse)
+        if params.out_format != "model":
+            quantize_out(rows[:real], out, out_scales, params)
+        elif rows is not out:
+            out[:real] = rows
         return out if lse is None else (out, lse)

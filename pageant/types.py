@@ -22,6 +22,8 @@ from typing import Any, Literal
 
 import torch
 
+from pageant.ranks import ContextParallel
+
 Scalar = float | torch.Tensor
 OutFormat = Literal["model", "fp8_e4m3", "nvfp4"]
 
@@ -180,24 +182,6 @@ class Features:
             out_formats=tuple(dict.fromkeys(layer.out_format for layer in layers)),
             **others,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ContextParallel:
-    """This rank's share of every sequence: token p lies on rank (p // interleave) % world.
-
-    Attributes:
-        rank, world: this rank, and how many there are.
-        interleave: consecutive tokens that stay together.
-        group: torch.distributed process group; None returns this rank's partial result.
-        comm: "ag_rs" (all-gather, reduce-scatter) or "a2a" (one all-to-all).
-    """
-
-    rank: int
-    world: int
-    interleave: int = 1
-    group: Any = None
-    comm: Literal["ag_rs", "a2a"] = "ag_rs"
 
 
 @dataclass(frozen=True, kw_only=True)

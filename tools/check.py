@@ -21,7 +21,7 @@ PACKAGE = "pageant"
 
 # A file imports from its own row and the rows above. Imports under TYPE_CHECKING are free.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("types", "device"),
+    ("ranks", "types", "device"),
     ("cache",),
     ("select",),
     ("plan",),

@@ -10,6 +10,7 @@ from pageant.cache.pages import LayerCache
 from pageant.plan.buffers import Workspace
 from pageant.plan.inputs import LayerParams
 from pageant.plan.work import WorkList
+from pageant.ranks import ALONE, ContextParallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +24,9 @@ class AttentionCall:
             written at the rows the work list names.
         lse: float32 [>= T, Hq], natural log, or None.
         query_start_loc: int32 [R + 1], first token of each request.
-        key_lens: int32 [R], keys of each request (n).
+        key_lens: int32 [R], keys of each request (n), on all ranks together.
         page_table: int32 [R, W].
+        shard: which of a request's keys the pages hold; the work list counts those alone.
         causal: for all requests, or bool [R].
         draft_mask: bool [T, M]; column c is key n - m + c of the row's request; or None.
         params: scale, window, cap, sinks, slopes.
@@ -44,3 +46,4 @@ class AttentionCall:
     params: LayerParams
     work: WorkList
     workspace: Workspace
+    shard: ContextParallel = ALONE

@@ -68,6 +68,7 @@ def launch(
                 params=params,
                 work=work,
                 workspace=plan.planner.workspace,
+                shard=plan.planner.shard,
             )
             if phase == "decode" and params.window in buffers.shared:
                 load_shared(row)(load(row), buffers.shared[params.window], call)

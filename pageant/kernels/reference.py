@@ -39,8 +39,10 @@ def run(call: AttentionCall) -> None:
             window=call.params.window,
             draft=None if call.draft_mask is None else call.draft_mask[first:last],
         )
+        keys = call.shard.position(torch.arange(call.shard.count(n)))
+        mask, near = mask[:, keys], keys - n
         k, v = (gather(side, call.cache.format, pages, mask) for side in call.cache.sides)
-        out, lse = attend(call.q[first:last].to(EXACT), k, v, mask, call.params)
+        out, lse = attend(call.q[first:last].to(EXACT), k, v, mask, call.params, near)
         call.out[first:last] = out.to(call.out.dtype)
         if call.lse is not None:
             call.lse[first:last] = lse.float()
@@ -105,7 +107,12 @@ def _scales(
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, params: LayerParams
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    params: LayerParams,
+    near: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One request.
 
@@ -114,11 +121,13 @@ def attend(
         k, v: [n, Hkv, D] and [n, Hkv, Dv], the same dtype as q.
         mask: bool [m, n].
         params: scale, cap, slopes, sinks.
+        near: int64 [n], where each key stands, from the position after the last row's on; None
+            if they are the n before it.
 
     Returns:
         out [m, Hq, Dv] and lse [m, Hq].
     """
-    scores = scored(q, k, mask, params)
+    scores = scored(q, k, mask, params, near)
     lse = torch.logsumexp(scores, dim=-1)
     shift = lse.masked_fill(lse == -torch.inf, 0.0)
     weights = torch.exp(scores - shift[..., None])
@@ -129,16 +138,20 @@ def attend(
 
 
 def scored(
-    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, params: LayerParams
+    q: torch.Tensor,
+    k: torch.Tensor,
+    mask: torch.Tensor,
+    params: LayerParams,
+    near: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[Hq, m, n]: scaled, capped and biased scores; -inf where the mask hides the key."""
-    m, n = mask.shape
     keys = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = torch.einsum("ihd,jhd->hij", q, keys) * params.score_scale
     if params.soft_cap is not None:
         scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
     if params.alibi_slopes is not None:
-        distance = torch.arange(n)[None, :] - torch.arange(n - m, n)[:, None]
+        near = torch.arange(-k.shape[0], 0) if near is None else near
+        distance = near[None, :] - torch.arange(-q.shape[0], 0)[:, None]
         slopes = params.alibi_slopes.to(q.dtype)[:, None, None]
         scores = scores + slopes * distance.to(q.device)
     return scores.masked_fill(~mask.to(q.device), -torch.inf)

@@ -22,8 +22,8 @@ class Workspace:
     Attributes:
         partial_out: float32 [partials, rows, Hq, Dv].
         partial_lse: float32 [partials, rows, Hq], natural log.
-        finished: float32 [max_tokens, Hq, Dv], rows before they are quantised; empty if no layer
-            has a quantised output.
+        finished: float32 [max_tokens, Hq, Dv], rows before they are quantised, or joined with
+            those of other ranks; empty if none are.
         shared: partial results of gathered rows; None where nothing is ever shared.
     """
 
@@ -108,12 +108,14 @@ def make_workspace(
         partials = requests * options.debug_splits
     elif shares:
         partials += requests
-    quantizes = any(name != "model" for name in features.out_formats)
+    ranks = options.context_parallel
+    finishes = any(name != "model" for name in features.out_formats)
+    finishes |= ranks is not None and ranks.group is not None
     with torch.inference_mode(False):  # else only inference mode could write to it
         shared = _room(cut, TILE_ROWS, shape) if shares else None
         room = _room(partials + requests * LEVELS * shares, decode_threshold, shape)
         finished = torch.empty(
-            limits.max_tokens * quantizes, shape.num_q_heads, shape.value_dim, device=device
+            limits.max_tokens * finishes, shape.num_q_heads, shape.value_dim, device=device
         )
     return replace(room, finished=finished, shared=shared)
 

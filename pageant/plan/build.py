@@ -17,6 +17,7 @@ from pageant.plan.prefix import SharedPrefix, check_hint, shared_prefixes
 from pageant.plan.shared import parts_of, share
 from pageant.plan.split import Split, split_decodes_and_prefills
 from pageant.plan.work import Lengths, fill_decode, fill_prefill
+from pageant.ranks import ALONE
 from pageant.select.answer import Explanation
 from pageant.types import CacheSpec, Features, Limits, Options, Shape, bad
 
@@ -92,6 +93,9 @@ class Planner:
     ) -> None:
         self.page_size, self.limits, self.features = cache.page_size, limits, features
         self.options, self.device = options, device
+        self.shard = options.context_parallel or ALONE
+        if self.shard.heads == "split":  # kernels see the heads of all ranks
+            shape = replace(shape, num_q_heads=shape.num_q_heads * self.shard.world)
         self.decode_threshold, self.shares = chosen.decode_threshold, chosen.shares_prefixes
         workers = torch.get_num_threads()
         try:
@@ -151,28 +155,31 @@ class Planner:
         """Check a batch; returns what was read of it: lengths, and the pages rows can see."""
         check_host(batch, self.limits, self.features, self.device)
         lens = lens_of(batch)
-        check_values(batch, lens, self.limits, self.page_size)
+        check_values(batch, lens, self.limits, self.page_size, self.shard)
         widest = None if None in self.features.windows else max(filter(None, self.features.windows))
         table = batch.page_table.cpu().numpy()
         if batch.shared_prefix_lens is not None:
             hint = batch.shared_prefix_lens.cpu().numpy()
-            check_hint(hint, table, lens.key_lens, self.page_size)
-        return lens, page_use(table, lens.query_lens, lens.key_lens, self.page_size, widest)
+            check_hint(hint, table, lens.key_lens, self.page_size, self.shard)
+        use = page_use(table, lens.query_lens, lens.key_lens, self.page_size, widest, self.shard)
+        return lens, use
 
     def _fill(self, buffers: PlanBuffers, batch: Batch, lens: Lens, pages: PageUse) -> None:
         buffers.split = split_decodes_and_prefills(
             lens.starts, batch.num_tokens, batch.max_query_len, self.decode_threshold
         )
         buffers.real_tokens, buffers.pages = int(lens.starts[-1]), pages
-        copy = buffers.memory.copy(batch, lens.starts, lens.key_lens, self.page_size)
+        held = self.shard.count(lens.key_lens)
+        copy = buffers.memory.copy(batch, lens.starts, held, self.page_size)
         buffers.copy, buffers.packed = copy, None
         if copy.draft_mask is None and isinstance(copy.causal, torch.Tensor):
             sees_all = ~copy.causal.cpu().numpy()
         else:
             sees_all = np.full(batch.num_requests, copy.draft_mask is not None or not copy.causal)
         decodes = buffers.split.num_decodes
-        decode = Lengths(0, decodes, lens.query_lens, lens.key_lens, sees_all)
-        prefill = Lengths(decodes, batch.num_requests, lens.query_lens, lens.key_lens, sees_all)
+        all_lens = (lens.query_lens, lens.key_lens, sees_all)
+        decode = Lengths(0, decodes, *all_lens, shard=self.shard)
+        prefill = Lengths(decodes, batch.num_requests, *all_lens, shard=self.shard)
         buffers.shared.clear()
         for window in self.features.windows:
             if self.options.invariant:
@@ -208,5 +215,5 @@ class Planner:
         hidden = query_lens == 0
         if window is not None:
             hidden |= key_lens > window
-        cached = np.where(hidden, 0, cached)
+        cached = self.shard.count(np.where(hidden, 0, np.maximum(cached, 0)))
         return shared_prefixes(batch.page_table.numpy()[part], cached, self.page_size)

@@ -61,15 +61,16 @@ class CopyMemory:
         self._draft_mask = _Room(0, torch.bool, device)
         self._slots = _Room(0, torch.int64, device)
 
-    def copy(self, batch: Batch, starts: IntArray, key_lens: IntArray, page_size: int) -> BatchCopy:
+    def copy(self, batch: Batch, starts: IntArray, held: IntArray, page_size: int) -> BatchCopy:
         """Copy a batch that has no mistake.
 
         Args:
             batch: the batch.
-            starts, key_lens: int64 [R + 1] and [R], its offsets and key lengths on the host.
+            starts: int64 [R + 1], its offsets on the host.
+            held: int64 [R], how many keys its pages hold.
             page_size: tokens a page.
         """
-        width = min(batch.page_table.shape[1], -(-int(key_lens.max(initial=0)) // page_size))
+        width = min(batch.page_table.shape[1], -(-int(held.max(initial=0)) // page_size))
         causal = batch.causal if batch.encoder_seq_lens is None else False
         mask = batch.draft_mask
         if batch.draft_parents is not None:

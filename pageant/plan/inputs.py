@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -36,6 +36,17 @@ class LayerParams:
     alibi_slopes: torch.Tensor | None = None
     out_format: OutFormat = "model"
     out_scale: float = 1.0
+
+
+def partial_params(params: LayerParams, return_lse: bool) -> LayerParams:
+    """The parameters of a rank's part, which others merge; raises where it could not be merged."""
+    if not return_lse:
+        allowed = "True: without a group of ranks a run gives parts, for pageant.ops.merge_states"
+        raise bad("return_lse", return_lse, allowed)
+    if params.out_format != "model":
+        allowed = "model: without a group of ranks a run gives parts, to be quantised when merged"
+        raise bad("layer.out_format", params.out_format, allowed)
+    return replace(params, sinks=None)
 
 
 def check_new_rows(

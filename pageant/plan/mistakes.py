@@ -9,6 +9,7 @@ import torch
 
 from pageant.cache.tensors import check_tensor
 from pageant.plan.batch import Batch
+from pageant.ranks import ContextParallel
 from pageant.types import Features, Limits, bad
 
 IntArray = np.ndarray[Any, Any]
@@ -97,7 +98,9 @@ def _check_tensors(batch: Batch, device: torch.device) -> None:
             raise bad(named, f"stride {value.stride(-1)} along the last axis", "stride 1")
 
 
-def check_values(batch: Batch, read: Lens, limits: Limits, page_size: int) -> None:
+def check_values(
+    batch: Batch, read: Lens, limits: Limits, page_size: int, shard: ContextParallel
+) -> None:
     """Raise for lengths, offsets and parents that contradict each other; reads the tensors."""
     starts, query_lens, key_lens = read
     cross = batch.encoder_seq_lens is not None
@@ -124,8 +127,9 @@ def check_values(batch: Batch, read: Lens, limits: Limits, page_size: int) -> No
             f"at most {limits.max_cached_tokens}, as the limits say",
         )
     room = batch.page_table.shape[1] * page_size
-    fits = (key_lens <= room) | (query_lens == 0)
-    _check_each(name, fits, key_lens, f"at most {room}, the tokens a page_table row holds")
+    fits = (shard.count(key_lens) <= room) | (query_lens == 0)
+    rows = "" if shard.world == 1 else f" of this rank, one of {shard.world}"
+    _check_each(name, fits, key_lens, f"at most {room}, the tokens a page_table row holds{rows}")
     real = int(starts[-1])
     for field in ("slot_mapping", "draft_mask", "draft_parents"):
         tensor = getattr(batch, field)

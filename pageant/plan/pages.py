@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from pageant.plan.work import first_keys
+from pageant.ranks import ALONE, ContextParallel
 from pageant.types import bad
 
 IntArray = np.ndarray[Any, Any]
@@ -34,6 +35,7 @@ def page_use(
     key_lens: IntArray,
     page_size: int,
     window: int | None,
+    shard: ContextParallel = ALONE,
 ) -> PageUse:
     """The pages rows can see, checked to be no negative ids.
 
@@ -42,6 +44,7 @@ def page_use(
         query_lens, key_lens: int64 [R], m and n.
         page_size: tokens a page.
         window: the widest of the plan; None if any layer sees everything.
+        shard: which keys the pages hold.
 
     A window of 4 tokens over pages of 4: the first page of the second request may hold anything.
 
@@ -49,8 +52,8 @@ def page_use(
     >>> page_use(table, np.array([1, 1]), np.array([6, 8]), page_size=4, window=4)
     PageUse(largest=7, request=0)
     """
-    begin = first_keys(query_lens, key_lens, window) // page_size
-    counts = np.where(query_lens > 0, -(-key_lens // page_size) - begin, 0)
+    begin = shard.count(first_keys(query_lens, key_lens, window)) // page_size
+    counts = np.where(query_lens > 0, -(-shard.count(key_lens) // page_size) - begin, 0)
     total = int(counts.sum())
     if total == 0:
         return PageUse()

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from pageant.ranks import ALONE, ContextParallel
 from pageant.types import bad
 
 IntArray = np.ndarray[Any, Any]
@@ -135,7 +136,13 @@ def _common_pages(page_table: IntArray, pages: IntArray, group: IntArray, column
     return column + int(differs.argmax()) if differs.any() else end
 
 
-def check_hint(hint: IntArray, page_table: IntArray, key_lens: IntArray, page_size: int) -> None:
+def check_hint(
+    hint: IntArray,
+    page_table: IntArray,
+    key_lens: IntArray,
+    page_size: int,
+    shard: ContextParallel = ALONE,
+) -> None:
     """Raise if a request is said to share more full pages than its table shares with any other's.
 
     Args:
@@ -143,14 +150,15 @@ def check_hint(hint: IntArray, page_table: IntArray, key_lens: IntArray, page_si
         page_table: int [R, W].
         key_lens: int64 [R].
         page_size: tokens a page.
+        shard: which keys the pages hold.
     """
-    claimed = hint // page_size
+    claimed = shard.count(np.maximum(hint, 0)) // page_size
     width = min(int(claimed.max(initial=0)), page_table.shape[1])
     shared = np.zeros_like(claimed)
     if width > 0:
         columns = np.arange(width)
         nobody = -(1 << 40) - np.arange(len(hint))[:, None]  # equals no other request's page
-        full = columns < (key_lens // page_size)[:, None]
+        full = columns < (shard.count(key_lens) // page_size)[:, None]
         table = np.where(full, page_table[:, :width].astype(np.int64), nobody)
         order = np.lexsort(table.T[::-1])  # a request's closest kin is its neighbour
         differs = table[order[1:]] != table[order[:-1]]
@@ -161,6 +169,7 @@ def check_hint(hint: IntArray, page_table: IntArray, key_lens: IntArray, page_si
     if wrong.any():
         request = int(wrong.argmax())
         most = int(shared[request])
-        allowed = f"0 to {most * page_size + page_size - 1}, as page_table[{request}] begins with "
+        top = shard.position(most * page_size + page_size - 1)
+        allowed = f"0 to {top}, as page_table[{request}] begins with "
         allowed += f"{most} full pages of another request's"
         raise bad(f"batch.shared_prefix_lens[{request}]", int(hint[request]), allowed)

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from pageant.ranks import ALONE, ContextParallel
+
 IntArray = np.ndarray[Any, Any]
 
 REQUEST, QUERY_BEGIN, QUERY_END, KEY_BEGIN, KEY_END, PARTIAL = range(6)
@@ -65,6 +67,7 @@ class Lengths:
         sees_all: bool [R], rows may see keys after their own position (non-causal, draft masks).
         shared_keys, shared_parts: int64 [R]: so many first keys are computed elsewhere, and leave
             so many partial results, for which decode keeps slots; None: none are.
+        shard: which keys this rank holds; items count those alone.
     """
 
     first: int
@@ -74,6 +77,7 @@ class Lengths:
     sees_all: IntArray
     shared_keys: IntArray | None = None
     shared_parts: IntArray | None = None
+    shard: ContextParallel = ALONE
 
 
 def first_keys(query_lens: IntArray, key_lens: IntArray, window: int | None) -> IntArray:
@@ -108,7 +112,8 @@ def fill_decode(
     work.clear()
     part = slice(lengths.first, lengths.last)
     rows, keys = lengths.query_lens[part], lengths.key_lens[part]
-    begin, parts = first_keys(rows, keys, window), np.zeros_like(rows)
+    begin, parts = lengths.shard.count(first_keys(rows, keys, window)), np.zeros_like(rows)
+    keys = lengths.shard.count(keys)
     if lengths.shared_keys is not None and lengths.shared_parts is not None:
         begin, parts = np.maximum(begin, lengths.shared_keys[part]), lengths.shared_parts[part]
     tile = KEY_TILE if debug_splits is None else 1
@@ -173,8 +178,8 @@ def fill_prefill(work: WorkList, lengths: Lengths, window: int | None) -> None:
     m, n = rows[owner], keys[owner]
     reach = np.where(sees_all[owner], n, np.clip(n - m + items[:, QUERY_END], 0, n))
     begin = first_keys(m - items[:, QUERY_BEGIN], n, window)
-    items[:, KEY_BEGIN] = np.minimum(begin, reach)
-    items[:, KEY_END] = reach
+    items[:, KEY_BEGIN] = lengths.shard.count(np.minimum(begin, reach))
+    items[:, KEY_END] = lengths.shard.count(reach)
     items[:, PARTIAL] = -1
     work.share_start[:] = count * np.arange(len(work.share_start)) // (len(work.share_start) - 1)
     work.counts[:] = count, 0

@@ -83,7 +83,8 @@ class Explanation:
     @property
     def shares_prefixes(self) -> bool:
         """Whether keys that several decodes share may be computed once."""
-        wanted = self.options.cascade and not self.options.invariant
+        uneven = self.features.alibi and self.options.world > 1  # distances of a rank's keys
+        wanted = self.options.cascade and not self.options.invariant and not uneven
         return wanted and bool(self.rows["decode"].shared_kernel)
 
     @property

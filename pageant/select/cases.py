@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from pageant.device import Device
+from pageant.ranks import ContextParallel
 from pageant.select.answer import Explanation, refused_dict
 from pageant.select.explain import explain, missing_in
 from pageant.types import (
     ArgumentError,
     CacheSpec,
-    ContextParallel,
     Features,
     Options,
     Shape,

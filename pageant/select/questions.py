@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from pageant.types import CacheSpec, ContextParallel, Features, Options, Shape
+from pageant.ranks import ContextParallel
+from pageant.types import CacheSpec, Features, Options, Shape
 
 TWO_RANKS = ContextParallel(rank=0, world=2)
 

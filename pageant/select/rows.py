@@ -67,7 +67,7 @@ ON_HOST: dict[str, Any] = {
     "page_sizes": None,
     "formats": EVERY_FORMAT,
     "layouts": None,
-    "ranks": (ONE_RANK,),
+    "ranks": (ONE_RANK, SEVERAL_RANKS),
     "out_formats": ("model", "fp8_e4m3", "nvfp4"),
     "features": PLAIN_FEATURES,
     "reports": HOST_RUN,

@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterable
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 
 from pageant.cache.formats import FORMATS, OF_DTYPE, Format, resolve
 from pageant.cache.layout import LAYOUTS
+from pageant.ranks import ContextParallel
 from pageant.select.bounds import LARGEST, is_whole, whole
 from pageant.select.rows import EVERY_HEAD_DIM, KERNELS, NAMES, OWNERS
 from pageant.types import (
     ArgumentError,
     CacheSpec,
-    ContextParallel,
     Features,
     Limits,
     Options,
@@ -29,6 +30,7 @@ from pageant.types import (
 
 OUT_FORMATS: tuple[str, ...] = get_args(OutFormat)
 COMMS = ("ag_rs", "a2a")
+HEADS = ("all", "split")
 HEAD_DIMS = (
     f"a multiple of {EVERY_HEAD_DIM.step} from {EVERY_HEAD_DIM.first} to {EVERY_HEAD_DIM.last}"
 )
@@ -173,6 +175,26 @@ def _check_ranks(ranks: ContextParallel) -> None:
     _require(ok, "rank", rank, f"a whole number from 0 to {world - 1}", "dcp")
     _require_whole(ranks.interleave, 1, "interleave", argument="dcp")
     _require(_is_in(ranks.comm, COMMS), "comm", ranks.comm, ", ".join(COMMS), "dcp")
+    _require(_is_in(ranks.heads, HEADS), "heads", ranks.heads, ", ".join(HEADS), "dcp")
+    if ranks.group is None:
+        _require(ranks.heads == "all", "heads", ranks.heads, "all, without a group", "dcp")
+    else:
+        _check_group(ranks)
+
+
+def _check_group(ranks: ContextParallel) -> None:
+    """Raise unless the group's ranks are these."""
+    try:
+        place = dist.get_rank(ranks.group), dist.get_world_size(ranks.group)
+    except (ValueError, RuntimeError, TypeError, AttributeError):
+        _require(False, "group", ranks.group, "None, or a torch.distributed process group", "dcp")
+    _require(
+        place == (ranks.rank, ranks.world),
+        "group",
+        f"rank {place[0]} of {place[1]}",
+        f"rank {ranks.rank} of {ranks.world}, as context_parallel says",
+        "dcp",
+    )
 
 
 def _require_flags(owner: object, names: Iterable[str], argument: str | None = None) -> None:

@@ -119,7 +119,8 @@ def _geometry(call: AttentionCall, is_invariant: bool) -> Array:
     window = UNBOUNDED if window is None else window
     table_stride = call.page_table.stride(0)
     numbers = (heads, page_size, table_stride, window, heads_inside, is_invariant)
-    return np.array(numbers, np.int64)
+    shard = call.shard
+    return np.array((*numbers, shard.rank, shard.world, shard.interleave), np.int64)
 
 
 def _side(side: Side, fmt: Format, head_dim: int) -> tuple[Any, ...]:

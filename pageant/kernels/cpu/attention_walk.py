@@ -396,10 +396,10 @@ def _weigh(v, places, steps, block, weights, acc):
 
 
 @_lean_jit
-def _soften(s, first, last, distance, cap, slope, hidden, k_scales, v_scales, fold, peak):
+def _soften(s, first, last, away, near, cap, slope, hidden, k_scales, v_scales, fold, peak):
     """Scores s [KEY_TILE] of one row become weights e^(s - peak); returns peak and their sum.
 
-    Keys first to last of the tile are seen, except where `hidden`; `distance` is j - p of key 0.
+    Keys first to last of the tile are seen, except where `hidden`; key c's j - p is away + near[c].
     Scales of rows, if not empty, multiply scores first, and weights when they have been summed.
     """
     for c in range(len(k_scales)):
@@ -409,7 +409,7 @@ def _soften(s, first, last, distance, cap, slope, hidden, k_scales, v_scales, fo
             s[c] = cap * _tanh(s[c] / cap)
     if slope != 0:
         for c in range(KEY_TILE):
-            s[c] += slope * _f32(distance + c)
+            s[c] += slope * _f32(away + near[c])
     s[:first] = _HIDDEN
     s[last:] = _HIDDEN
     for c in range(len(hidden)):
@@ -451,16 +451,37 @@ def _finish(acc, order, total, peak, factor, sink, out):
 
 
 @_lean_jit
-def _hide(mask, row, column, hidden):
-    """hidden [KEY_TILE]: keys of the tile a draft row's mask refuses; key 0 is column `column`."""
+def _hide(mask, row, column, near, hidden):
+    """hidden [KEY_TILE]: keys a draft row's mask refuses; key c is column `column` + near[c]."""
     for c in range(KEY_TILE):
-        hidden[c] = 0 <= column + c < mask.shape[1] and not mask[row, column + c]
+        at = column + near[c]
+        hidden[c] = 0 <= at < mask.shape[1] and not mask[row, at]
 
 
 @_lean_jit
 def _row(i, head, rows, group, step):
     """Where row i of a query head stands in buffers: the `rows` of one kv head lie together."""
     return head // group * rows + i * step + head % group
+
+
+@_lean_jit
+def _count(tokens, shard):
+    """ContextParallel.count, and 0 for negative numbers."""
+    rank, world, interleave = shard
+    if world == 1:
+        return max(tokens, 0)
+    rounds = max(tokens, 0) // (interleave * world) * interleave
+    rest = tokens - rounds * world - rank * interleave
+    return rounds + min(max(rest, 0), interleave)
+
+
+@_lean_jit
+def _position(held, shard):
+    """ContextParallel.position."""
+    rank, world, interleave = shard
+    if world == 1:
+        return held
+    return (held // interleave * world + rank) * interleave + held % interleave
 
 
 @_lean_jit
@@ -491,7 +512,8 @@ def walk(  # budget: what a call holds, unpacked for compiled code
     sinks float32 [Hq] or empty, numbers float32 (score scale, value scale, cap).
     """
     items, first_head, last_head = share
-    all_heads, page_size, table_stride, window, heads_inside, aligned = geometry
+    all_heads, page_size, table_stride, window, heads_inside, aligned = geometry[:6]
+    shard = (geometry[6], geometry[7], geometry[8])
     k_geometry, k_order, k_stored = k
     v_geometry, v_order, v_stored = v
     size, v_size, q_heads = q.shape[2], out.shape[2], q.shape[1]
@@ -502,6 +524,7 @@ def walk(  # budget: what a call holds, unpacked for compiled code
     v_block = _aligned(BLOCK, -(-v_size // LANES) * LANES)
     k_at, v_at = np.empty((2, KEY_TILE), np.int64), np.empty((2, KEY_TILE), np.int64)
     hidden, nothing = np.empty(KEY_TILE, np.bool_), np.empty(0, np.bool_)
+    near = np.empty(KEY_TILE, np.int64)
     fold, no_scales, scaled = np.empty(KEY_TILE, _f32), np.empty(0, _f32), len(k_stored[1]) > 0
     k_scales, v_scales = _aligned(heads, KEY_TILE), _aligned(heads, KEY_TILE)
     for index in range(len(items)):
@@ -512,8 +535,9 @@ def walk(  # budget: what a call holds, unpacked for compiled code
         first_new = n - (first_token[request + 1] - first_token[request])
         position = first_new + begin
         ahead = drafted or not causal[request]  # rows may see keys after their own
-        low = max(items[index, KEY_BEGIN], position - window + 1)
-        high = min(items[index, KEY_END], n if ahead else position + rows)
+        first_held = _count(first_new, shard)
+        low = max(items[index, KEY_BEGIN], _count(position - window + 1, shard))
+        high = min(items[index, KEY_END], _count(n if ahead else position + rows, shard))
 
         padded = rows * step + rows * step % 2  # rows go by in pairs
         total_rows = padded * heads
@@ -530,14 +554,17 @@ def walk(  # budget: what a call holds, unpacked for compiled code
         for tile in range(low - low % KEY_TILE if aligned else low, high, KEY_TILE):
             count = min(KEY_TILE, high - tile)
             blocks = -(-count // BLOCK)
-            masked = drafted and tile + count > first_new
+            masked = drafted and tile + count > first_held
+            start = _position(tile, shard)
+            for c in range(KEY_TILE):
+                near[c] = _position(tile + c, shard) - start
             for c in range(blocks * BLOCK):
                 key = tile + c
                 seen = c < count and key >= low
-                if seen and masked and key >= first_new:
-                    seen = False
+                if seen and masked and key >= first_held:
+                    seen, at = False, start + near[c]
                     for i in range(rows):
-                        if key > position + i - window and mask[token + i, key - first_new]:
+                        if at > position + i - window and mask[token + i, at - first_new]:
                             seen = True
                 k_at[:, c] = v_at[:, c] = -1
                 if seen:
@@ -551,17 +578,18 @@ def walk(  # budget: what a call holds, unpacked for compiled code
                 _gather_scales(v_stored, v_at, count, v_scales)
             _score(k_stored, k_at, steps, k_block, queries, scores)
             for i in range(rows):
-                first = max(position + i - window + 1 - tile, 0)
-                last = min(count, count if ahead else position + i + 1 - tile)
+                first = max(_count(position + i - window + 1, shard) - tile, 0)
+                last = min(count, count if ahead else _count(position + i + 1, shard) - tile)
                 concealed = hidden if masked else nothing
                 if masked:
-                    _hide(mask, token + i, tile - first_new, hidden)
+                    _hide(mask, token + i, start - first_new, near, hidden)
                 for head in range(heads * group):
                     r = _row(i, head, padded, group, step)
                     slope = slopes[first_query + head] if slopes.size > 0 else _f32(0)
                     old = peak[r]
                     peak[r], added = _soften(
-                        scores[r], min(first, KEY_TILE), max(last, 0), tile - position - i,
+                        scores[r], min(first, KEY_TILE), max(last, 0),
+                        start - position - i, near,
                         numbers[2], slope, concealed,
                         k_scales[head // group] if scaled else no_scales,
                         v_scales[head // group] if scaled else no_scales,

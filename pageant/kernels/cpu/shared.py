@@ -21,6 +21,7 @@ import torch
 
 from pageant.kernels.call import AttentionCall
 from pageant.plan.shared import SharedWork
+from pageant.ranks import ALONE
 
 INTEGERS = {2: torch.int16, 4: torch.int32}
 
@@ -52,6 +53,7 @@ def run(kernel: Callable[[AttentionCall], None], shared: SharedWork, call: Atten
             draft_mask=None,
             params=replace(call.params, window=None, sinks=None),
             work=shared.work,
+            shard=ALONE,
             workspace=workspace.shared,
         )
     )
