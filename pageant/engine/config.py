@@ -17,14 +17,15 @@ class EngineConfig:
 
     Attributes:
         cache: format, page size and layout of the cache.
-        num_pages: pages of the pool; None makes it large enough for 8192 tokens.
+        num_pages: pages of the pool (of each rank's); None makes it large enough for 8192 tokens.
         max_requests: requests computed together.
         chunk_size: tokens of one prompt a step; None computes every prompt in one piece.
         prefill_budget: tokens of all prompts a step (at least one whole prompt if chunk_size is
             None).
         prefix_cache: use pages of earlier prompts again.
         speculative_tokens: draft tokens verified beside each new one, at most; 0 drafts none.
-        options: how the attention works; the engine fills in its speculative_tokens.
+        options: how the attention works; the engine fills in its speculative_tokens. With a
+            context_parallel every rank of its group runs an engine, and gives it the same requests.
 
     >>> EngineConfig(cache=CacheSpec(page_size=48)).pool_pages
     171
@@ -61,7 +62,21 @@ class EngineConfig:
                 f"or the engine's own, speculative_tokens={self.speculative_tokens}"
             )
 
+        ranks = self.options.context_parallel
+        if ranks is not None and ranks.group is None:
+            raise EngineError("options.context_parallel.group is None; allowed: a process group")
+        if ranks is not None and self.cache.page_size % ranks.interleave:
+            raise EngineError(
+                f"options.context_parallel.interleave is {ranks.interleave}; allowed: a divisor of "
+                f"page_size, {self.cache.page_size}"
+            )
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a request that one page holds, on all ranks together."""
+        return self.cache.page_size * self.options.world
+
     @property
     def pool_pages(self) -> int:
         """Pages of the pool."""
-        return self.num_pages or -(-DEFAULT_POOL_TOKENS // self.cache.page_size)
+        return self.num_pages or -(-DEFAULT_POOL_TOKENS // self.page_tokens)

@@ -26,6 +26,7 @@ from pageant.engine.runner import Runner
 from pageant.engine.sampler import Sampler, Turn, choose_tokens
 from pageant.engine.scheduler import Scheduler, StepLimits, Work
 from pageant.integrations.transformers import layers_of
+from pageant.parallel.combine import of_first_rank
 from pageant.types import Features, Limits
 
 
@@ -107,9 +108,10 @@ class Engine:
         )
         cache = attention.new_cache(num_layers=len(layers), num_pages=config.pool_pages)
         pool = PagePool(config.pool_pages)
-        self._runner = Runner(model, attention, cache, layers, config.cache.page_size)
+        self._ranks = config.options.context_parallel
+        self._runner = Runner(model, attention, cache, layers)
         self.scheduler = Scheduler(
-            pool, config.cache.page_size, limits, prefix_cache=config.prefix_cache
+            pool, config.page_tokens, limits, prefix_cache=config.prefix_cache
         )
 
     @property
@@ -156,7 +158,8 @@ class Engine:
         pages = self.scheduler.pool.num_owned
         logits = self._runner.run(works)
         sampling = [work for work in works if work.samples]
-        finished = self._take(sampling, choose_tokens(logits, [self._turn(w) for w in sampling]))
+        chosen = choose_tokens(logits, [self._turn(w) for w in sampling])
+        finished = self._take(sampling, of_first_rank(chosen, self._ranks))
         self.metrics.stepped(time.perf_counter() - started, pages, self._runner.shared_pages)
         return finished
 

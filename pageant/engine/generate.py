@@ -21,24 +21,16 @@ from pageant.engine.config import EngineConfig
 from pageant.engine.display import LiveTexts, figures
 from pageant.engine.errors import EngineError
 from pageant.engine.model import DEFAULT_MODEL, FoundModel, LoadedModel, find
-from pageant.engine.prompts import LengthLimit, check_text, tokens_of
+from pageant.engine.prompts import DEMO_PROMPTS, LengthLimit, check_text, tokens_of
+from pageant.engine.ranks import joined, own_device
 from pageant.engine.request import OnText, Sampling
-from pageant.types import ArgumentError, CacheSpec, bad
+from pageant.parallel.combine import RanksError
+from pageant.types import ArgumentError, CacheSpec, Options, bad
 
 if TYPE_CHECKING:  # brings in transformers, which takes seconds that `--help` should not
     from pageant.engine.engine import Completion, Engine
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-DEMO_PROMPTS = (
-    "Why is the sky blue?",
-    "Name three uses of a paper clip.",
-    "What is the capital of France?",
-    "Explain in two sentences what a cache is.",
-    "Write a short poem about rain.",
-    "How do I boil an egg?",
-    "What does a librarian do?",
-    "Tell me a fact about the moon.",
-)
 
 
 def generate(  # budget: one parameter for each option of the command line
@@ -71,6 +63,9 @@ def generate(  # budget: one parameter for each option of the command line
     spec: Annotated[
         int, typer.Option(help="Tokens to draft a step from the text so far; 0: none.")
     ] = 0,
+    context_parallel: Annotated[
+        int, typer.Option(min=1, help="Processes that share the cache; start them by torchrun.")
+    ] = 1,
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
@@ -79,36 +74,39 @@ def generate(  # budget: one parameter for each option of the command line
     Without a prompt, eight built-in ones run as a demonstration.
     """
     try:
-        torch_device = _device(device)
+        torch_device = own_device(_device(device))
         torch_dtype = _dtype(dtype, torch_device)
         _check_calibration(calibrate, resolve(cache, torch_dtype))
-        config = EngineConfig(
-            cache=CacheSpec(format=cache, page_size=page_size),
-            num_pages=num_pages,
-            chunk_size=chunk_size or None,
-            prefix_cache=not no_prefix_cache,
-            speculative_tokens=spec,
-        )
         sampling = Sampling(
             max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
         )
         prompts = _prompts(prompt or [], prompts_file)
-        console = Console(stderr=as_json)
         is_demo = not prompt and prompts_file is None
-        with console.status(f"loading {model}"):
-            found = find(model, quiet=True)
-            inputs = _tokens(found, prompts, config, chat=chat or is_demo)
-            loaded = found.load(torch_dtype, torch_device)
-            scales = _scales(loaded, inputs, calibrate, cache) if calibrate else None
-            engine = _engine(loaded, config, scales)
-        completions = _run(engine, prompts, inputs, sampling, console)
-    except (EngineError, ArgumentError) as error:
+        with joined(context_parallel, torch_device) as ranks:
+            config = EngineConfig(
+                cache=CacheSpec(format=cache, page_size=page_size),
+                num_pages=num_pages,
+                chunk_size=chunk_size or None,
+                prefix_cache=not no_prefix_cache,
+                speculative_tokens=spec,
+                options=Options(context_parallel=ranks),
+            )
+            is_first = ranks is None or ranks.rank == 0  # the others work silently
+            console = Console(stderr=as_json, quiet=not is_first)
+            with console.status(f"loading {model}"):
+                found = find(model, quiet=True)
+                inputs = _tokens(found, prompts, config, chat=chat or is_demo)
+                loaded = found.load(torch_dtype, torch_device)
+                scales = _scales(loaded, inputs, calibrate, cache) if calibrate else None
+                engine = _engine(loaded, config, scales)
+            completions = _run(engine, prompts, inputs, sampling, console)
+    except (EngineError, ArgumentError, RanksError) as error:
         typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-    if as_json:
-        typer.echo(_json(prompts, completions, engine, scales))
-    else:
+        raise typer.Exit(1 if isinstance(error, RanksError) else 2) from None
+    if not as_json:
         _print(console, prompts, completions, engine)
+    elif is_first:
+        typer.echo(_json(prompts, completions, engine, scales))
 
 
 def _device(name: str) -> torch.device:

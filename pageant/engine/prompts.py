@@ -10,6 +10,17 @@ from pageant.engine.config import EngineConfig
 from pageant.engine.errors import EngineError
 from pageant.engine.request import FinishReason
 
+DEMO_PROMPTS = (
+    "Why is the sky blue?",
+    "Name three uses of a paper clip.",
+    "What is the capital of France?",
+    "Explain in two sentences what a cache is.",
+    "Write a short poem about rain.",
+    "How do I boil an egg?",
+    "What does a librarian do?",
+    "Tell me a fact about the moon.",
+)
+
 
 @dataclass(frozen=True)
 class LengthLimit:
@@ -29,11 +40,11 @@ class LengthLimit:
     def of(cls, model_config: Any, config: EngineConfig) -> LengthLimit:
         """The smaller of the model's positions and the pool; model_config is transformers'."""
         positions: int = model_config.get_text_config(decoder=True).max_position_embeddings
-        page_size = config.cache.page_size
-        pool_tokens = config.pool_pages * page_size
+        page_tokens = config.page_tokens
+        pool_tokens = config.pool_pages * page_tokens
         if positions <= pool_tokens:
             return cls(positions, f"the model's {positions} positions", "length")
-        bound = f"the pool's {config.pool_pages} pages of {page_size}"
+        bound = f"the pool's {config.pool_pages} pages of {page_tokens}"
         return cls(pool_tokens, bound, "cache_full")
 
 

@@ -12,6 +12,7 @@ from pageant.cache.pages import PagedCache
 from pageant.engine.scheduler import Work
 from pageant.integrations.transformers import Step
 from pageant.plan.batch import Batch
+from pageant.ranks import ALONE, ContextParallel
 from pageant.types import Layer
 
 
@@ -22,7 +23,6 @@ class Runner:
         model: a transformers model prepared by ``integrations.transformers.layers_of``.
         attention, cache: built for the model's shape and layers.
         layers: one Layer for each layer of the model.
-        page_size: tokens a page.
 
     Attributes:
         shared_pages: pages whose keys the latest step computed once for several requests.
@@ -36,13 +36,12 @@ class Runner:
         attention: Attention,
         cache: PagedCache,
         layers: list[Layer],
-        page_size: int,
     ) -> None:
         self.model = model
         self.attention = attention
         self.cache = cache
         self.layers = layers
-        self.page_size = page_size
+        self.shard = attention.options.context_parallel or ALONE
         self.device: torch.device = model.device
 
     def run(self, works: list[Work]) -> torch.Tensor:
@@ -52,7 +51,7 @@ class Runner:
             Logits [S, V] in the model's dtype: of each work that samples, in order, the row of its
             last token, then one for each of its drafts.
         """
-        inputs = StepInputs(works, self.page_size)
+        inputs = StepInputs(works, self.attention.cache.page_size, self.shard)
         plan = self.attention.plan(inputs.batch(self.device))
         self.shared_pages = max(
             sum(len(prefix.pages) for prefix in prefixes) for prefixes in plan.shared.values()
@@ -74,15 +73,18 @@ class Runner:
 class StepInputs:
     """A step as arrays on the host; R requests, T tokens.
 
+    Page i of a request holds its tokens from i * page_size * world on, `page_size` of them here.
+
     Attributes:
-        token_ids, positions, slots: int64 [T].
+        token_ids, positions: int64 [T].
+        slots: int64 [T], -1 for tokens of other ranks.
         query_start_loc: int32 [R + 1].
         seq_lens: int32 [R].
         page_table: int32 [R, W], W just wide enough.
         sampling_rows: int64 [S], the tokens whose logits are wanted.
     """
 
-    def __init__(self, works: list[Work], page_size: int) -> None:
+    def __init__(self, works: list[Work], page_size: int, shard: ContextParallel = ALONE) -> None:
         starts = np.array([work.start for work in works], np.int32)
         query_lens = np.array([work.num_tokens + len(work.drafts) for work in works], np.int32)
         self.query_start_loc = np.zeros(len(works) + 1, np.int32)
@@ -91,7 +93,8 @@ class StepInputs:
         self.max_query_len = int(query_lens.max())
         self.max_seq_len = int(self.seq_lens.max())
 
-        self.page_table = np.zeros((len(works), -(-self.max_seq_len // page_size)), np.int32)
+        width = -(-self.max_seq_len // (page_size * shard.world))
+        self.page_table = np.zeros((len(works), width), np.int32)
         for row, work in zip(self.page_table, works, strict=True):
             row[: work.request.num_pages] = work.request.pages[: work.request.num_pages]
 
@@ -99,8 +102,11 @@ class StepInputs:
         first_positions = np.repeat(starts - self.query_start_loc[:-1], query_lens)
         self.positions = np.arange(len(self.token_ids)) + first_positions
         requests = np.repeat(np.arange(len(works)), query_lens)
-        pages = self.page_table[requests, self.positions // page_size].astype(np.int64)
-        self.slots = pages * page_size + self.positions % page_size
+        pages = self.page_table[requests, self.positions // (page_size * shard.world)]
+        held = shard.count(self.positions)
+        slots = pages.astype(np.int64) * page_size + held % page_size
+        mine = self.positions // shard.interleave % shard.world == shard.rank
+        self.slots = np.where(mine, slots, -1)
 
         wanted = [1 + len(work.drafts) if work.samples else 0 for work in works]
         first_wanted = np.repeat(self.query_start_loc[1:] - wanted, query_lens)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,6 +76,17 @@ def combine(
         dist.all_gather(chunks, packed, group=ranks.group)
     rows = torch.cat(chunks)[: tokens * heads].view(tokens, heads, size + 1)
     return rows[..., :-1], rows[..., -1]
+
+
+def of_first_rank(value: Any, ranks: ContextParallel | None) -> Any:
+    """What the first rank of the group has, on every rank; without ranks the value itself."""
+    if ranks is None or ranks.world == 1:
+        return value
+    box = [value]
+    with _named(ranks):
+        first = dist.get_global_rank(ranks.group, 0)
+        dist.broadcast_object_list(box, src=first, group=ranks.group)
+    return box[0]
 
 
 def _deal(x: torch.Tensor, ranks: ContextParallel) -> torch.Tensor:
