@@ -249,8 +249,8 @@ MUTANTS = (
     Mutant(
         "decode: window one key too wide",
         "kernels/cpu/attention_walk.py",
-        "first = max(position + i - window + 1 - tile, 0)",
-        "first = max(position + i - window - tile, 0)",
+        "first = max(_count(position + i - window + 1, shard) - tile, 0)",
+        "first = max(_count(position + i - window, shard) - tile, 0)",
     ),
     Mutant(
         "decode: causal corner top left",
@@ -267,8 +267,8 @@ MUTANTS = (
     Mutant(
         "decode: the draft mask's column is off",
         "kernels/cpu/attention_walk.py",
-        "tile - first_new, hidden",
-        "tile - first_new + 1, hidden",
+        "start - first_new, near, hidden",
+        "start - first_new + 1, near, hidden",
     ),
     Mutant(
         "decode: values are looked for where keys lie",
