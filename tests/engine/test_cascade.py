@@ -10,18 +10,10 @@ from pageant.engine.engine import Engine
 from pageant.engine.model import LoadedModel
 from pageant.engine.request import Sampling
 from pageant.types import Options
+from tests.engine.test_equality import TEXT as ONCE
 
 SAMPLES = 12
-TEXT = """The lighthouse keeper wrote in her book every evening. On the first page stood the names
-of the ships that had passed, on the second the direction of the wind, and on the third whatever
-she had thought about while the lamp was warming up. In 1911 a storm tore the door from its hinges
-and carried the book out to sea. A fisherman found it two winters later, dry inside a tin box, and
-brought it back. "I have read it all," he said, "and I should like to know what happened to the
-ship called Patience." She laughed, lit the lamp, and told him. Here is what she told him: the
-captain had a daughter who could hear fog coming, long before anyone saw it. When she said a word,
-the crew would turn the wheel, and so they never struck a rock. One spring she fell in love with a
-man from the hills, who"""
-TEXT = " ".join([TEXT] * 3)
+TEXT = " ".join([ONCE] * 3)
 
 
 def engine(smollm2: LoadedModel, *, cascade: bool, prefix_cache: bool = True) -> Engine:
