@@ -286,8 +286,8 @@ MUTANTS = (
     Mutant(
         "invariant: every piece of heads takes the first sinks",
         "kernels/cpu/attention_walk.py",
-        "r = _row(i, head - first_query, padded, group, step)",
-        "r = _row(i, head - first_query, padded, group, step)\n                head -= first_query",
+        "r = _row(i, head - first_query, padded, group)",
+        "r = _row(i, head - first_query, padded, group)\n                head -= first_query",
         ("tests/reports/test_r26.py",),
     ),
     Mutant(

@@ -55,8 +55,8 @@ def run(call: AttentionCall) -> None:
 def run_invariant(call: AttentionCall) -> None:
     """The same, and what is computed for a row depends on the row and the keys it sees alone.
 
-    Tiles of keys begin at multiples of KEY_TILE, whatever the window; each head's rows are always
-    the first, or always the second of a pair; no row's keys are split: threads share heads.
+    Tiles of keys begin at multiples of KEY_TILE, whatever the window; no row's keys are split:
+    threads share heads; and every row, first or second of a pair, goes through the same sums.
     """
     _run(call, is_invariant=True)
 

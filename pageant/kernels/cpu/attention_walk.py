@@ -459,9 +459,9 @@ def _hide(mask, row, column, near, hidden):
 
 
 @_lean_jit
-def _row(i, head, rows, group, step):
+def _row(i, head, rows, group):
     """Where row i of a query head stands in buffers: the `rows` of one kv head lie together."""
-    return head // group * rows + i * step + head % group
+    return head // group * rows + i * group + head % group
 
 
 @_lean_jit
@@ -518,7 +518,6 @@ def walk(  # budget: what a call holds, unpacked for compiled code
     v_geometry, v_order, v_stored = v
     size, v_size, q_heads = q.shape[2], out.shape[2], q.shape[1]
     heads, group = last_head - first_head, q_heads // all_heads
-    step = group + group % 2 if aligned else group  # so that a head's rows are all first, or second
     first_query, drafted = first_head * group, mask.size > 0
     k_block = _aligned(BLOCK, -(-size // LANES) * LANES)
     v_block = _aligned(BLOCK, -(-v_size // LANES) * LANES)
@@ -539,7 +538,7 @@ def walk(  # budget: what a call holds, unpacked for compiled code
         low = max(items[index, KEY_BEGIN], _count(position - window + 1, shard))
         high = min(items[index, KEY_END], _count(n if ahead else position + rows, shard))
 
-        padded = rows * step + rows * step % 2  # rows go by in pairs
+        padded = rows * group + rows * group % 2  # rows go by in pairs
         total_rows = padded * heads
         queries = _aligned(total_rows, k_block.shape[1])
         acc = _aligned(total_rows, v_block.shape[1])
@@ -547,7 +546,7 @@ def walk(  # budget: what a call holds, unpacked for compiled code
         peak, total = np.full(total_rows, _HIDDEN), np.zeros(total_rows, _f32)
         for head in range(heads * group):
             for i in range(rows):
-                r = _row(i, head, padded, group, step)
+                r = _row(i, head, padded, group)
                 for d in range(size):
                     queries[r, k_order[d]] = q[token + i, first_query + head, d] * numbers[0]
 
@@ -584,7 +583,7 @@ def walk(  # budget: what a call holds, unpacked for compiled code
                 if masked:
                     _hide(mask, token + i, start - first_new, near, hidden)
                 for head in range(heads * group):
-                    r = _row(i, head, padded, group, step)
+                    r = _row(i, head, padded, group)
                     slope = slopes[first_query + head] if slopes.size > 0 else _f32(0)
                     old = peak[r]
                     peak[r], added = _soften(
@@ -605,7 +604,7 @@ def walk(  # budget: what a call holds, unpacked for compiled code
 
         for i in range(rows):
             for head in range(first_query, last_head * group):
-                r = _row(i, head - first_query, padded, group, step)
+                r = _row(i, head - first_query, padded, group)
                 if partial < 0:
                     sink = sinks[head] if sinks.size > 0 else _HIDDEN
                     row, row_lse = out[token + i], lse[token + i]
