@@ -108,7 +108,7 @@ def _cpu() -> Device:
     return Device(
         family="cpu",
         capability=0,
-        name=platform.processor() or platform.machine(),
+        name=platform.machine(),  # platform.processor() starts a process
         num_sms=torch.get_num_threads(),
         shared_memory_bytes=0,
         native_fp8=False,

@@ -409,6 +409,27 @@ MUTANTS = (
         "pass",
         ("tests/test_hosts.py",),
     ),
+    Mutant(
+        "workspace: one partial result too few",
+        "plan/buffers.py",
+        "partials = cuts + (requests if shares else min(cuts, requests))",
+        "partials = cuts + (requests if shares else min(cuts, requests)) - 1",
+        ("tests/reports/test_r18.py",),
+    ),
+    Mutant(
+        "workspace: as if every cut were a request's own",
+        "plan/buffers.py",
+        "partials = cuts + (requests if shares else min(cuts, requests))",
+        "partials = cuts + (requests if shares else cuts)",
+        ("tests/reports/test_r18.py",),
+    ),
+    Mutant(
+        "plan slots: all plans take one",
+        "plan/build.py",
+        "self.slots[self.generation % len(self.slots)]",
+        "self.slots[0]",
+        ("tests/reports/test_r20.py",),
+    ),
 )
 
 

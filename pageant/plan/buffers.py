@@ -99,20 +99,19 @@ def make_workspace(
 ) -> Workspace:
     """Room for the partial results of any batch within the limits.
 
-    A cut between two shares leaves at most two partial results, of a decode's rows each. A request
-    that shares a prefix leaves one for each level, and one more for its own keys.
+    Each is of a decode's rows. A request leaves one more than there are cuts through it, or none if
+    there are none; one that shares a prefix leaves one for each level, and at least one of its own.
     """
-    partials = cut = 0 if options.invariant else 2 * (workers - 1)
+    cuts = 0 if options.invariant else workers - 1
     requests = min(limits.max_requests, limits.max_tokens)
+    partials = cuts + (requests if shares else min(cuts, requests))
     if options.debug_splits is not None:
         partials = requests * options.debug_splits
-    elif shares:
-        partials += requests
     ranks = options.context_parallel
     finishes = any(name != "model" for name in features.out_formats)
     finishes |= ranks is not None and ranks.group is not None
     with torch.inference_mode(False):  # else only inference mode could write to it
-        shared = _room(cut, TILE_ROWS, shape) if shares else None
+        shared = _room(2 * cuts, TILE_ROWS, shape) if shares else None
         room = _room(partials + requests * LEVELS * shares, decode_threshold, shape)
         finished = torch.empty(
             limits.max_tokens * finishes, shape.num_q_heads, shape.value_dim, device=device
