@@ -76,8 +76,8 @@ def test_explain_json_of_a_gpu_elsewhere(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("arguments", "argument"),
     [
-        (["--invariant"], "invariant"),
-        (["--dcp", "2"], "dcp"),
+        (["--invariant", "--kernels", "reference"], "invariant"),
+        (["--sm", "90", "--kernels", "flashinfer", "--sinks", "--dcp", "2"], "sinks"),
         (["--sm", "90", "--kernels", "cpu.decode"], "sm"),
         (["--kernels", "flashinfer"], "sm"),
     ],

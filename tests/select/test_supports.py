@@ -68,7 +68,6 @@ def test_supports_agrees_with_construction_of_anything(config: Config) -> None:
         (Options(kernels="cpu.prefill"), "sm90", "sm", "cpu.prefill serves no device of this"),
         (Options(kernels="cpu.decode"), "sm90", "sm", "no decode kernel: cpu.decode"),
         (Options(invariant=True), "sm90", "invariant", "reference.attention serves no invariant"),
-        (OPTIONS_GRID[-1], "cpu", "dcp", "would run on one rank (dcp)"),
     ],
 )
 def test_reason_is_that_of_the_row_that_came_closest(
