@@ -10,7 +10,7 @@ from pageant.select.explain import explain
 from pageant.select.row import PHASES
 from pageant.select.validate import check_config
 from pageant.types import Limits, Options, Support
-from tests.select.configs import OPTIONS_GRID, SHAPE, Config, configs, configs_and_mistakes, grid
+from tests.select.configs import SHAPE, Config, configs, configs_and_mistakes, grid
 
 
 @given(config=configs(), family=st.sampled_from(list(FAMILIES)))
