@@ -430,6 +430,27 @@ MUTANTS = (
         "self.slots[0]",
         ("tests/reports/test_r20.py",),
     ),
+    Mutant(
+        "import: a process is started to name the processor",
+        "device.py",
+        "name=platform.machine(),",
+        "name=platform.processor(),",
+        ("tests/reports/test_r27.py",),
+    ),
+    Mutant(
+        "turing: asked for bfloat16",
+        "select/rows.py",
+        '"families": TURING, "dtypes": ("float32", "float16")',
+        '"families": TURING, "dtypes": MODEL_DTYPES',
+        ("tests/reports/test_r28.py",),
+    ),
+    Mutant(
+        "update: the page table of the first plan is kept",
+        "plan/copies.py",
+        "self._page_table.hold(batch.page_table[:, :width]),",
+        "self._page_table.take(*batch.page_table[:, :width].shape),",
+        ("tests/plan/test_draft_steps.py",),
+    ),
 )
 
 
