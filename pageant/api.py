@@ -211,7 +211,8 @@ class Attention:
             Rows without a visible key are 0 and -inf, and so is padding in tensors made here.
         """
         layer = layer_of(layer)
-        if not isinstance(return_lse, bool) or return_lse > self.features.lse:
+        may_return = self.features.lse or self._ranks is not None
+        if not isinstance(return_lse, bool) or return_lse > may_return:
             raise bad("return_lse", return_lse, "False, unless Features(lse=True) is declared")
         if plan is None and cache is None:
             check_query(q, self.shape, 0, self.device)

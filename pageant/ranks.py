@@ -22,9 +22,10 @@ class ContextParallel:
         rank, world: this rank, and how many there are.
         interleave: consecutive tokens that stay together.
         group: torch.distributed process group, whose ranks these are; ``run`` then returns the
-            whole result. None: ``run(return_lse=True)`` returns this rank's part, without sinks,
-            for ``pageant.ops.merge_states``.
-        comm: "ag_rs" (all-gather of lse, reduce-scatter of outputs) or "a2a" (one all-to-all).
+            whole result, and every rank must plan the same batch. None: ``run(return_lse=True)``
+            returns this rank's part, without sinks, for ``pageant.ops.merge_states``.
+        comm: "ag_rs" (all-gather of lse, reduce-scatter of outputs) or "a2a" (one all-to-all, whose
+            sums have one order: the only one in invariant mode).
         heads: "all": every rank is given the queries of all heads, and gets all of them back.
             "split": each rank has Hq heads of its own of world * Hq that share the kv heads, in the
             order of ranks; queries are gathered, and each gets its own heads back.
@@ -40,8 +41,9 @@ class ContextParallel:
     def count(self, tokens: Number) -> Number:
         """How many of a sequence's first `tokens` (from 0 up) the rank holds.
 
-        >>> ContextParallel(rank=1, world=2, interleave=3).count(torch.tensor([0, 3, 5, 6, 13]))
-        tensor([0, 0, 2, 3, 6])
+        >>> ranks = ContextParallel(rank=1, world=2, interleave=3)
+        >>> [ranks.count(tokens) for tokens in (0, 3, 5, 6, 13)]
+        [0, 0, 2, 3, 6]
         """
         rounds = tokens // (self.interleave * self.world) * self.interleave
         rest = tokens - rounds * self.world - self.rank * self.interleave
@@ -52,8 +54,9 @@ class ContextParallel:
     def position(self, held: Number) -> Number:
         """Where in the sequence the rank's tokens stand.
 
-        >>> ContextParallel(rank=1, world=2, interleave=3).position(torch.arange(6))
-        tensor([ 3,  4,  5,  9, 10, 11])
+        >>> ranks = ContextParallel(rank=1, world=2, interleave=3)
+        >>> [ranks.position(held) for held in range(6)]
+        [3, 4, 5, 9, 10, 11]
         """
         rounds = held // self.interleave * self.world + self.rank
         return rounds * self.interleave + held % self.interleave

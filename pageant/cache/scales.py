@@ -12,15 +12,15 @@ from pageant.types import Scalar, bad
 
 
 def is_finite(number: object) -> bool:
-    """Whether a value is a real number (no bool) that a float holds.
+    """Whether a value is a real number (no bool) that float32 holds.
 
-    >>> is_finite(2), is_finite(float("inf")), is_finite(10**400), is_finite("2")
-    (True, False, False, False)
+    >>> is_finite(2), is_finite(float("inf")), is_finite(1e39), is_finite(10**400), is_finite("2")
+    (True, False, False, False, False)
     """
     if isinstance(number, bool) or not isinstance(number, Real):  # numpy's numbers are Real too
         return False
     try:
-        return math.isfinite(float(number))
+        return math.isfinite(_in_float32(float(number)))
     except OverflowError:
         return False
 

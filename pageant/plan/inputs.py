@@ -180,10 +180,11 @@ def resolve_layer(
             raise bad(f"layer.{name}", "given", f"None, unless Features({name}=True) is declared")
     if layer.alibi_slopes is not None and not features.alibi:
         raise bad("layer.alibi_slopes", "given", "None, unless Features(alibi=True) is declared")
-    if layer.soft_cap is not None and not (is_finite(layer.soft_cap) and layer.soft_cap > 0):
-        raise bad("layer.soft_cap", layer.soft_cap, "a finite number above 0, or None")
-    if layer.scale is not None and not is_finite(layer.scale):
-        raise bad("layer.scale", layer.scale, "a finite number, or None")
+    cap = layer.soft_cap
+    if cap is not None and not (is_finite(cap) and 1e-37 <= cap <= 1e37):
+        raise bad("layer.soft_cap", cap, "a number from 1e-37 to 1e37, or None")
+    if layer.scale is not None and not (is_finite(layer.scale) and abs(layer.scale) <= 1e30):
+        raise bad("layer.scale", layer.scale, "a number from -1e30 to 1e30, or None")
     for name in ("q_scale", "k_scale", "v_scale", "out_scale"):
         check_scale(f"layer.{name}", getattr(layer, name))
     for name in ("sinks", "alibi_slopes"):

@@ -162,8 +162,11 @@ def _check_options(options: Options) -> None:
     _require(ok, "table_kernels", table, "None, True or False")
     _require_flags(options, ("invariant", "adaptive", "non_causal_drafts", "validate", "cascade"))
     _require_flags(options, ("quantize_query",), "q_quant")
-    if options.context_parallel is not None:
-        _check_ranks(options.context_parallel)
+    ranks = options.context_parallel
+    if ranks is not None:
+        _check_ranks(ranks)
+        ordered = not options.invariant or ranks.group is None or ranks.comm == "a2a"
+        _require(ordered, "comm", ranks.comm, "a2a, in invariant mode", "dcp")
 
 
 def _check_ranks(ranks: ContextParallel) -> None:

@@ -38,10 +38,11 @@ def main() -> None:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S)
     )
-    {"check": check, "die": die}[action](rank, world)
+    {"check": check, "die": die}[action](rank, world, store)
+    dist.destroy_process_group()
 
 
-def check(rank: int, world: int) -> None:
+def check(rank: int, world: int, _: dist.FileStore) -> None:
     """Every case, by every reduction, for all heads or a share of them."""
     for case, comm, heads in product(CASES, ("ag_rs", "a2a"), ("all", "split")):
         if heads == "split" and case.group % world:
@@ -58,6 +59,10 @@ def check(rank: int, world: int) -> None:
             same_bits(torch.cat([out.flatten(), lse.flatten()]), world)
         if comm == "a2a":
             quantised(mine)
+    ranks = ContextParallel(rank=rank, world=world, group=dist.group.WORLD)
+    options = pageant.Options(context_parallel=ranks, invariant=True)
+    support = pageant.supports(mine.attn.shape, options=options)
+    assert support.reason == "comm is 'ag_rs'; allowed: a2a, in invariant mode"
     print(f"rank {rank} of {world}: all equal", flush=True)
 
 
@@ -82,12 +87,14 @@ def quantised(mine: Problem) -> None:
     assert torch.equal(codes.view(torch.uint8), want.view(torch.uint8))
 
 
-def die(rank: int, world: int) -> None:
+def die(rank: int, world: int, store: dist.FileStore) -> None:
     """The last rank ends after one call; the others say so."""
     ranks = ContextParallel(rank=rank, world=world, group=dist.group.WORLD)
     mine = on_rank(build(CASES[0]), ranks)
     mine.run()
+    store.set(f"ran {rank}", "")
     if rank == world - 1:
+        store.wait([f"ran {other}" for other in range(world)])
         sys.exit(0)
     started = time.perf_counter()
     try:

@@ -69,7 +69,6 @@ def test_a_rank_without_keys() -> None:
     """(0, -inf) and nothing else."""
     attn = pageant.Attention(
         pageant.Shape(num_q_heads=1, num_kv_heads=1, head_dim=16, dtype=torch.float32),
-        features=pageant.Features(lse=True),
         options=pageant.Options(context_parallel=ContextParallel(rank=3, world=4)),
     )
     cache = attn.new_cache(num_layers=1, num_pages=1)[0]

@@ -18,7 +18,8 @@ a row is finished.
 Layout: a cache is a flat array of its storage type and 64-bit strides, so all strides work and only
 three variants are compiled (in ``attention_walk.py``): uint8, uint16 and float32 storage.
 
-Limits: unit content stride; a work list names consecutive requests.
+Limits: unit content stride; a work list names consecutive requests; scores, and sums of a row's
+values, are numbers that float32 holds.
 """
 
 from __future__ import annotations

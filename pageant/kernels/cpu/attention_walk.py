@@ -573,8 +573,8 @@ def walk(  # budget: what a call holds, unpacked for compiled code
                     _locate(page, row, first_head, v_geometry, v_at, c)
             steps = (blocks, heads, heads_inside)
             if scaled:
-                _gather_scales(k_stored, k_at, count, k_scales)
-                _gather_scales(v_stored, v_at, count, v_scales)
+                _gather_scales(k_stored, k_at, blocks * BLOCK, k_scales)
+                _gather_scales(v_stored, v_at, blocks * BLOCK, v_scales)
             _score(k_stored, k_at, steps, k_block, queries, scores)
             for i in range(rows):
                 first = max(_count(position + i - window + 1, shard) - tile, 0)

@@ -228,3 +228,20 @@ def test_empty_work_writes_nothing() -> None:
     call.work.clear()
     attention.run(call)
     assert (call.out == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8_e4m3_token_head", "nvfp4", "fp32"])
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_nan_of_one_request_stays_there(format: str, phase: str) -> None:
+    """The next request has fewer keys, and its last few are no multiple of anything."""
+    call = calls.make_call([(8, 8), (5, 5)], phase, format=format, page_size=8)
+    first = int(call.page_table[0, 0])
+    call.cache.v[first, 5] = 0xFF if format == "nvfp4" else torch.tensor(-1).to(call.cache.v.dtype)
+    for scales in (call.cache.k_scales, call.cache.v_scales):
+        if scales is not None:
+            scales[first, 5] = torch.tensor(torch.nan).to(scales.dtype)
+    if format == "fp32":
+        call.cache.v[first, 5] = torch.nan
+    attention.run(call)
+    assert call.out[:8].isnan().any()
+    assert call.out[8:13].isfinite().all()
