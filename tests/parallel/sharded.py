@@ -33,9 +33,15 @@ def on_rank(problem: Problem, ranks: ContextParallel, kernels: str = "auto") -> 
     for view in _views(cache):
         nan = torch.tensor(torch.nan) if view.is_floating_point() else torch.tensor(-1)
         view[:] = nan.to(view.dtype)
+    copies: dict[tuple[tuple[int, int], ...], int] = {}  # full pages that requests have in common
     for request, keys in enumerate(held):
         for page in range(counts[request]):
-            table[request, page] = int(next(order))
+            slots = [_slot(problem, request, ranks.position(page * PAGE + i)) for i in range(PAGE)]
+            whole = (page + 1) * PAGE <= keys
+            known = copies.get(tuple(slots)) if whole else None
+            table[request, page] = int(next(order)) if known is None else known
+            if whole:
+                copies[tuple(slots)] = int(table[request, page])
         for key in range(keys):
             page = int(table[request, key // PAGE])
             _copy(problem, cache, request, key, ranks.position(key), page)
@@ -62,11 +68,17 @@ def _own_heads(problem: Problem, ranks: ContextParallel) -> Problem:
 def _copy(
     problem: Problem, cache: pageant.LayerCache, request: int, key: int, position: int, page: int
 ) -> None:
-    size = problem.attn.cache.page_size
-    source = int(problem.batch.page_table[request, position // size])
+    source, row = _slot(problem, request, position)
     if 0 <= source < problem.cache.num_pages:
         for into, taken in zip(_views(cache), _views(problem.cache), strict=True):
-            into[page, key % PAGE] = taken[source, position % size]
+            into[page, key % PAGE] = taken[source, row]
+
+
+def _slot(problem: Problem, request: int, position: int) -> tuple[int, int]:
+    """Page and row of the problem's own cache; page -1 past the table."""
+    column, row = divmod(position, problem.attn.cache.page_size)
+    table = problem.batch.page_table[request]
+    return (int(table[column]) if column < len(table) else -1), row
 
 
 def _views(cache: pageant.LayerCache) -> list[torch.Tensor]:
