@@ -91,6 +91,27 @@ def _tanh(x):
     return near if size < _f32(0.6) else far
 
 
+_VECTOR = ir.VectorType(ir.FloatType(), LANES)
+_FUSED = ("contract",)  # flag of products and sums that become one step where there is one
+
+
+def _pointers(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    """A function of (argument, row, elements a row, column, kind): where that element lies."""
+
+    def pointer(index: int, row: Any, width: Any, column: Any, kind: Any) -> Any:
+        view = arrayobj.make_array(signature.args[index])(context, builder, values[index])
+        place = builder.gep(view.data, [builder.add(builder.mul(row, width), column)])
+        return builder.bitcast(place, kind.as_pointer())
+
+    return pointer
+
+
+def _pick(builder: Any, first: Any, second: Any, lanes: list[int]) -> Any:
+    """Those lanes of two vectors laid side by side."""
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
+    return builder.shuffle_vector(first, second, mask)
+
+
 @intrinsic
 def _half(context: Any, bits: Any) -> tuple[Any, Any]:
     """float32 of a float16 given as uint16, NaN and numbers without a leading 1 included."""
@@ -155,8 +176,7 @@ def _widen_pairs(
         scale: Any = ir.Constant(floats, ir.Undefined)
         for place, value in enumerate(values[2:4]):
             scale = builder.insert_element(scale, value, ir.IntType(32)(place))
-        spread = ir.Constant(ir.VectorType(ir.IntType(32), 16), [0] * 8 + [1] * 8)
-        scale = builder.shuffle_vector(scale, scale, spread)
+        scale = _pick(builder, scale, scale, [0] * 8 + [1] * 8)
         for target, magnitude, sign in ((5, (0x07, 9), (0x08, 12)), (6, (0x70, 5), (0x80, 8))):
             halves = builder.or_(move(*magnitude), move(*sign))
             halves = builder.bitcast(halves, ir.VectorType(ir.HalfType(), 16))
@@ -262,27 +282,6 @@ def _gather_scales(stored, places, count, factors):
             at += stride
 
 
-_VECTOR = ir.VectorType(ir.FloatType(), LANES)
-_FUSED = ("contract",)  # flag of products and sums that become one step where there is one
-
-
-def _pointers(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-    """A function of (argument, row, elements a row, column, kind): where that element lies."""
-
-    def pointer(index: int, row: Any, width: Any, column: Any, kind: Any) -> Any:
-        view = arrayobj.make_array(signature.args[index])(context, builder, values[index])
-        place = builder.gep(view.data, [builder.add(builder.mul(row, width), column)])
-        return builder.bitcast(place, kind.as_pointer())
-
-    return pointer
-
-
-def _pick(builder: Any, first: Any, second: Any, lanes: list[int]) -> Any:
-    """Those lanes of two vectors laid side by side."""
-    mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
-    return builder.shuffle_vector(first, second, mask)
-
-
 @intrinsic
 def _dot_pair(
     context: Any, q: Any, r: Any, block: Any, padded: Any, scores: Any, at: Any
@@ -334,19 +333,6 @@ def _dot_pair(
     return types.void(q, r, block, padded, scores, at), emit
 
 
-@_lean_jit
-def _score(k, places, steps, block, q, scores):
-    """scores [rows, KEY_TILE] = q [rows, padded] . each key of the tile; rows in order of heads."""
-    blocks, heads, _ = steps
-    rows, padded = len(q) // heads, block.shape[1]
-    for i in range(blocks * heads):
-        at, head = _step(i, steps)
-        _fetch_block(k, places, i + AHEAD, steps)
-        _widen_block(k, places, at, head, block)
-        for r in range(head * rows, head * rows + rows, 2):  # two rows share a block's loads
-            _dot_pair(q, r, block, padded, scores, at)
-
-
 @intrinsic
 def _add_pair(
     context: Any, acc: Any, r: Any, block: Any, padded: Any, weights: Any, at: Any
@@ -383,16 +369,22 @@ def _add_pair(
 
 
 @_lean_jit
-def _weigh(v, places, steps, block, weights, acc):
-    """acc [rows, padded] += weights [rows, KEY_TILE] times each value of the tile."""
+def _multiply(stored, places, steps, block, rows, scores, weigh):
+    """scores [R, KEY_TILE] = rows [R, padded] . each key of the tile; R go by heads.
+
+    With `weigh` the stored rows are values: rows += scores times each value.
+    """
     blocks, heads, _ = steps
-    rows, padded = len(acc) // heads, block.shape[1]
+    count, padded = len(rows) // heads, block.shape[1]
     for i in range(blocks * heads):
         at, head = _step(i, steps)
-        _fetch_block(v, places, i + AHEAD, steps)
-        _widen_block(v, places, at, head, block)
-        for r in range(head * rows, head * rows + rows, 2):
-            _add_pair(acc, r, block, padded, weights, at)
+        _fetch_block(stored, places, i + AHEAD, steps)
+        _widen_block(stored, places, at, head, block)
+        for r in range(head * count, head * count + count, 2):  # two rows share a block's loads
+            if weigh:
+                _add_pair(rows, r, block, padded, scores, at)
+            else:
+                _dot_pair(rows, r, block, padded, scores, at)
 
 
 @_lean_jit
@@ -575,7 +567,7 @@ def walk(  # budget: what a call holds, unpacked for compiled code
             if scaled:
                 _gather_scales(k_stored, k_at, blocks * BLOCK, k_scales)
                 _gather_scales(v_stored, v_at, blocks * BLOCK, v_scales)
-            _score(k_stored, k_at, steps, k_block, queries, scores)
+            _multiply(k_stored, k_at, steps, k_block, queries, scores, False)
             for i in range(rows):
                 first = max(_count(position + i - window + 1, shard) - tile, 0)
                 last = min(count, count if ahead else _count(position + i + 1, shard) - tile)
@@ -600,7 +592,7 @@ def walk(  # budget: what a call holds, unpacked for compiled code
                         for d in range(acc.shape[1]):
                             acc[r, d] *= shrink
                     total[r] += added
-            _weigh(v_stored, v_at, steps, v_block, scores, acc)
+            _multiply(v_stored, v_at, steps, v_block, acc, scores, True)
 
         for i in range(rows):
             for head in range(first_query, last_head * group):
