@@ -275,6 +275,7 @@ MUTANTS = (
         "kernels/cpu/attention_walk.py",
         "_locate(page, row, first_head, v_geometry, v_at, c)",
         "_locate(page, row, first_head, k_geometry, v_at, c)",
+        ("tests/kernels/cpu",),
     ),
     Mutant(
         "invariant: tiles of keys begin at the window",
@@ -495,7 +496,8 @@ def main() -> int:
         caught = list(pool.map(is_caught, chosen))
     for mutant, good in zip(chosen, caught, strict=True):
         print(f"{'caught  ' if good else 'SURVIVED'}  {mutant.name}")
-    print(f"{sum(caught)} of {len(chosen)} mutants caught")
+    survivors = [mutant.name for mutant, good in zip(chosen, caught, strict=True) if not good]
+    print(f"{sum(caught)} of {len(chosen)} mutants caught", *survivors, sep="\nSURVIVED  ")
     return 0 if all(caught) else 1
 
 
