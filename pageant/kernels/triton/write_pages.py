@@ -1,0 +1,316 @@
+"""New keys and values into their pages, quantised on the way.
+
+    page = slot // N, row = slot % N; bytes as ``cache/quantize.py`` defines them
+
+A program takes a few rows, each one token of one head, of the keys or of the values: all bytes are
+read once and written once. Slots that are negative or past the pool are skipped; where two tokens
+share a slot, either may win, and elements and scales may then be of different ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from pageant.cache.formats import FORMATS
+from pageant.cache.pages import LayerCache, Side
+from pageant.kernels.triton.common.encode import (
+    encode_blocks,
+    encode_plain,
+    encode_rows,
+    load_scale,
+    pack,
+    to_bf16,
+)
+from pageant.kernels.triton.common.scalars import kernel_scale
+from pageant.types import Scalar
+
+TILE = 2048  # elements a program: 16 a thread, one block of nvfp4
+NUM_WARPS = 4
+
+Options = dict[str, Any]
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+def write_kernel(
+    k,
+    k_token,
+    k_head,
+    k_content,
+    v,
+    v_token,
+    v_head,
+    v_content,
+    keys,
+    keys_page,
+    keys_row,
+    keys_head,
+    values,
+    values_page,
+    values_row,
+    values_head,
+    k_scales,
+    k_scales_page,
+    k_scales_row,
+    k_scales_head,
+    v_scales,
+    v_scales_page,
+    v_scales_row,
+    v_scales_head,
+    k_scale,
+    v_scale,
+    slots,
+    slots_step,
+    num_tokens,
+    num_slots,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    EXPONENT_BITS: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    MAX: tl.constexpr,
+    TOP: tl.constexpr,
+    OTHER_TOP: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+):
+    """Grid: ceil(T * HEADS / rows a program), 2; keys first. Pointers to bytes are to uint8.
+
+    Names of strides, in elements: of what, and along which axis. A scale is a number, a pointer,
+    or None for 1; TOP is 0 unless elements have four bits.
+    """
+    if tl.program_id(1) == 0:
+        _write_side(
+            k,
+            (k_token, k_head, k_content),
+            keys,
+            (keys_page, keys_row, keys_head),
+            k_scales,
+            (k_scales_page, k_scales_row, k_scales_head),
+            k_scale,
+            slots,
+            slots_step,
+            num_tokens,
+            num_slots,
+            D,
+            HEADS,
+            PAGE_SIZE,
+            TILE,
+            QUANTIZED,
+            EXPONENT_BITS,
+            MANTISSA_BITS,
+            MAX,
+            TOP,
+            OTHER_TOP,
+            False,
+        )
+    else:
+        _write_side(
+            v,
+            (v_token, v_head, v_content),
+            values,
+            (values_page, values_row, values_head),
+            v_scales,
+            (v_scales_page, v_scales_row, v_scales_head),
+            v_scale,
+            slots,
+            slots_step,
+            num_tokens,
+            num_slots,
+            DV,
+            HEADS,
+            PAGE_SIZE,
+            TILE,
+            QUANTIZED,
+            EXPONENT_BITS,
+            MANTISSA_BITS,
+            MAX,
+            TOP,
+            OTHER_TOP,
+            SWIZZLED,
+        )
+
+
+@triton.jit
+def _write_side(
+    x,
+    x_strides,
+    elements,
+    element_strides,
+    scales,
+    scale_strides,
+    scale,
+    slots,
+    slots_step,
+    num_tokens,
+    num_slots,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    EXPONENT_BITS: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    MAX: tl.constexpr,
+    TOP: tl.constexpr,
+    OTHER_TOP: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+):
+    WIDTH: tl.constexpr = triton.next_power_of_2(D)
+    ROWS: tl.constexpr = TILE // WIDTH
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
+    is_row = token < num_tokens
+    slot = tl.load(slots + token * slots_step, mask=is_row, other=-1).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    # Loaded for skipped tokens too, so as not to wait for the slots.
+    values = tl.load(
+        x
+        + (token * x_strides[0] + head * x_strides[1])[:, None]
+        + (column.to(tl.int64) * x_strides[2])[None, :],
+        mask=is_row[:, None] & (column < D)[None, :],
+        other=0.0,
+    )
+    is_kept = (slot >= 0) & (slot < num_slots)
+    slot = tl.where(is_kept, slot, 0)
+    page, at = slot // PAGE_SIZE, slot % PAGE_SIZE
+    place = page * element_strides[0] + at * element_strides[1] + head * element_strides[2]
+    target = elements + place[:, None] + column[None, :]
+    kept = is_kept[:, None] & (column < D)[None, :]
+    if not QUANTIZED:
+        tl.store(target, _cast(values, elements.dtype.element_ty), mask=kept)
+    else:
+        values = values.to(tl.float32)
+        factor = load_scale(scale)
+        if TOP:
+            BLOCKS: tl.constexpr = WIDTH // 16
+            blocks = tl.reshape(values, [ROWS, BLOCKS, 16])
+            codes, found = encode_blocks(blocks, factor, TOP, OTHER_TOP)
+            byte = tl.arange(0, WIDTH // 2)
+            tl.store(
+                elements + place[:, None] + byte[None, :],
+                pack(codes, ROWS, WIDTH // 2),
+                mask=is_kept[:, None] & (byte < D // 2)[None, :],
+            )
+            block = tl.arange(0, BLOCKS)[None, :]
+            COUNT: tl.constexpr = (D + 15) // 16
+            at, spot = at[:, None], block
+            if SWIZZLED:
+                QUARTER: tl.constexpr = COUNT // 4
+                spot = block % QUARTER * 4 + at % 4
+                at = at // 4 * 4 + block // QUARTER
+            base = (page * scale_strides[0] + head * scale_strides[2])[:, None]
+            tl.store(
+                scales + base + at * scale_strides[1] + spot,
+                found.to(tl.uint8),
+                mask=is_kept[:, None] & (block < COUNT),
+            )
+        elif scales is not None:
+            codes, found = encode_rows(values, EXPONENT_BITS, MANTISSA_BITS, MAX)
+            tl.store(target, codes.to(elements.dtype.element_ty), mask=kept)
+            place = page * scale_strides[0] + at * scale_strides[1] + head * scale_strides[2]
+            tl.store(scales + place, found, mask=is_kept)
+        else:
+            codes = encode_plain(values, factor, EXPONENT_BITS, MANTISSA_BITS, MAX)
+            tl.store(target, codes.to(tl.uint8), mask=kept)
+
+
+@triton.jit
+def _cast(values, DTYPE: tl.constexpr):
+    """Floats to another type of float, to nearest, ties to even."""
+    if values.dtype == DTYPE:
+        return values
+    elif DTYPE == tl.bfloat16:
+        return to_bf16(values.to(tl.float32)).to(tl.bfloat16, bitcast=True)
+    else:
+        return values.to(tl.float32).to(DTYPE)
+
+
+def write_pages(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: LayerCache,
+    slots: torch.Tensor,
+    scales: tuple[Scalar, Scalar] = (1.0, 1.0),
+) -> None:
+    """Store tokens by slot, in one launch; nothing waits for the device.
+
+    Args:
+        k, v: [>= T, Hkv, D] and [>= T, Hkv, Dv], float32, float16 or bfloat16, any strides; rows
+            past T are ignored.
+        cache: one layer's pages.
+        slots: int64 [T], on the device. Token t goes to row slot % N of page slot // N; one whose
+            slot is negative or past the pool is skipped.
+        scales: k_scale and v_scale, for formats they apply to; tensors may lie anywhere.
+    """
+    num_tokens = slots.shape[0]
+    if num_tokens == 0:
+        return
+    heads, page_size = k.shape[1], cache.page_size
+    keys, values = cache.sides
+    k_scale, v_scale = map(kernel_scale, scales) if cache.format.uses_layer_scales else (None, None)
+    longest = triton.next_power_of_2(max(k.shape[2], v.shape[2]))
+    grid = (-(-num_tokens * heads // (TILE // longest)), 2)
+    write_kernel[grid](
+        k,
+        *k.stride(),
+        v,
+        *v.stride(),
+        *_elements(keys),
+        *_elements(values),
+        *_scales(keys),
+        *_scales(values),
+        k_scale,
+        v_scale,
+        slots,
+        slots.stride(0),
+        num_tokens,
+        cache.num_pages * page_size,
+        D=k.shape[2],
+        DV=v.shape[2],
+        HEADS=heads,
+        PAGE_SIZE=page_size,
+        SWIZZLED=values.is_swizzled,
+        **options(cache.format.name),
+    )
+
+
+@functools.cache
+def options(name: str) -> Options:
+    """What a format adds to a launch: its numbers, and no fused multiply-add."""
+    fmt = FORMATS[name]
+    tops = (*fmt.block_tops, 0.0, 0.0)
+    return {
+        "TILE": TILE,
+        "QUANTIZED": fmt.quantized,
+        "EXPONENT_BITS": fmt.exponent_bits,
+        "MANTISSA_BITS": fmt.mantissa_bits,
+        "MAX": fmt.max_value,
+        "TOP": tops[0],
+        "OTHER_TOP": tops[1],
+        "num_warps": NUM_WARPS,
+        "enable_fp_fusion": False,
+    }
+
+
+def _elements(side: Side) -> tuple[Any, ...]:
+    """Pointer, and strides along pages, rows and heads; eight-bit floats as bytes."""
+    elements = side.elements
+    if elements.itemsize == 1 and elements.is_floating_point():
+        elements = elements.view(torch.uint8)
+    return elements, *elements.stride()[:3]
+
+
+def _scales(side: Side) -> tuple[Any, ...]:
+    scales = side.scales
+    if scales is None:
+        return None, 0, 0, 0
+    if scales.itemsize == 1:
+        scales = scales.view(torch.uint8)
+    return scales, *scales.stride()[:3]
