@@ -187,11 +187,10 @@ def _write_side(
         tl.store(target, _cast(values, elements.dtype.element_ty), mask=kept)
     else:
         values = values.to(tl.float32)
-        factor = load_scale(scale)
-        if TOP:
+        if TOP > 0.0:
             BLOCKS: tl.constexpr = WIDTH // 16
             blocks = tl.reshape(values, [ROWS, BLOCKS, 16])
-            codes, found = encode_blocks(blocks, factor, TOP, OTHER_TOP)
+            codes, found = encode_blocks(blocks, load_scale(scale), TOP, OTHER_TOP)
             byte = tl.arange(0, WIDTH // 2)
             tl.store(
                 elements + place[:, None] + byte[None, :],
@@ -217,7 +216,7 @@ def _write_side(
             place = page * scale_strides[0] + at * scale_strides[1] + head * scale_strides[2]
             tl.store(scales + place, found, mask=is_kept)
         else:
-            codes = encode_plain(values, factor, EXPONENT_BITS, MANTISSA_BITS, MAX)
+            codes = encode_plain(values, scale, EXPONENT_BITS, MANTISSA_BITS, MAX)
             tl.store(target, codes.to(tl.uint8), mask=kept)
 
 

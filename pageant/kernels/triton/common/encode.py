@@ -97,10 +97,22 @@ def absmax(x, AXIS: tl.constexpr):
 
 
 @triton.jit
+def load_scale(scale):
+    """float32 of a number, of what a pointer points to, or of None, which is 1."""
+    if scale is None:
+        return tl.full([], 1.0, tl.float32)
+    else:
+        given = scale  # the interpreter makes a tensor of a number where it is assigned
+        if given.dtype.is_ptr():
+            given = tl.load(given)
+        return given.to(tl.float32)
+
+
+@triton.jit
 def encode_plain(x, scale, EXPONENT_BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, MAX):
-    """int32 codes of x / scale in an eight-bit float; a scale of None is 1."""
+    """int32 codes of x / scale in an eight-bit float; the scale as `load_scale` takes it."""
     if scale is not None:
-        x = tl.div_rn(x, scale)
+        x = tl.div_rn(x, load_scale(scale))
     return small_float(x, EXPONENT_BITS, MANTISSA_BITS, MAX, NAN_CODE)
 
 
@@ -131,7 +143,7 @@ def encode_blocks(x, factor, TOP: tl.constexpr, OTHER_TOP: tl.constexpr):
 
     Args:
         x: float32 [R, B, 16], zeros past the row's end.
-        factor: float32, or None for 1.
+        factor: float32.
         OTHER_TOP: also tried, and kept where a block's squared error is smaller; 0 for none.
 
     Returns:
@@ -139,7 +151,7 @@ def encode_blocks(x, factor, TOP: tl.constexpr, OTHER_TOP: tl.constexpr):
     """
     top = absmax(x, 2)
     codes, scales, stored = _try_top(x, top, factor, TOP)
-    if OTHER_TOP:
+    if OTHER_TOP > 0.0:
         codes_2, scales_2, stored_2 = _try_top(x, top, factor, OTHER_TOP)
         keep = _squared_error(x, stored_2) < _squared_error(x, stored)
         codes = tl.where(tl.broadcast_to(keep[:, :, None], x.shape), codes_2, codes)
@@ -150,14 +162,8 @@ def encode_blocks(x, factor, TOP: tl.constexpr, OTHER_TOP: tl.constexpr):
 @triton.jit
 def _try_top(x, top, factor, TOP: tl.constexpr):
     """Codes of elements and of scales for a block's top, and the values that are stored."""
-    wanted = tl.div_rn(top, TOP)
-    if factor is not None:
-        wanted = tl.div_rn(wanted, factor)
-    scales = to_e4m3(wanted)
-    step = from_e4m3(scales)
-    if factor is not None:
-        step = step * factor
-    step = tl.broadcast_to(step[:, :, None], x.shape)
+    scales = to_e4m3(tl.div_rn(tl.div_rn(top, TOP), factor))
+    step = tl.broadcast_to((from_e4m3(scales) * factor)[:, :, None], x.shape)
     is_zero = tl.broadcast_to(((scales & 0x7F) == 0)[:, :, None], x.shape)
     codes = tl.where(is_zero, 0, to_e2m1(tl.div_rn(x, step)))
     return codes, scales, from_e2m1(codes) * step
@@ -180,15 +186,3 @@ def pack(codes, R: tl.constexpr, BYTES: tl.constexpr):
     """Four-bit codes two a byte, the even one low: uint8 [R, BYTES] of int32 [.., 2 R BYTES]."""
     low, high = tl.split(tl.reshape(codes, [R, BYTES, 2]))
     return (low | (high << 4)).to(tl.uint8)
-
-
-@triton.jit
-def load_scale(scale):
-    """float32 of a number or of what a pointer points to; None of None."""
-    if scale is None:
-        return None
-    else:
-        given = scale  # the interpreter makes a tensor of a number where it is assigned
-        if given.dtype.is_ptr():
-            given = tl.load(given)
-        return given.to(tl.float32)

@@ -1,0 +1,157 @@
+"""Finished rows in the form a quantised output has: a step of its own, after both phases.
+
+    fp8_e4m3: code = sat(x / out_scale)
+    nvfp4:    y = out_scale * x;  sf = e4m3(absmax(y) / 6);  code = e2m1(y / sf)
+
+Bytes as ``cache/quantize.py`` defines them, scales where ``cache/out_scales.py`` says. A program
+takes a few rows, each one token of one head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from pageant.cache.formats import FORMATS
+from pageant.cache.out_scales import (
+    GROUP_ROWS,
+    TILE,
+    TILE_BLOCKS,
+    TILE_ROWS,
+    OutScales,
+    SwizzledScales,
+)
+from pageant.kernels.triton.common.encode import encode_blocks, encode_plain, load_scale, pack
+from pageant.kernels.triton.common.scalars import kernel_scale
+from pageant.plan.inputs import LayerParams
+
+PROGRAM = 2048  # elements: 16 a thread, one block of nvfp4
+NUM_WARPS = 4
+
+_TILE = tl.constexpr(TILE)
+_TILE_ROWS, _TILE_BLOCKS = tl.constexpr(TILE_ROWS), tl.constexpr(TILE_BLOCKS)
+_GROUP_ROWS = tl.constexpr(GROUP_ROWS)
+_ROW_STEP = tl.constexpr(TILE // GROUP_ROWS)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "start_row"])
+def quantize_kernel(
+    x,
+    x_token,
+    x_head,
+    x_content,
+    out,
+    out_token,
+    out_head,
+    out_content,
+    scales,
+    scales_token,
+    scales_block,
+    out_scale,
+    num_tokens,
+    start_row,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    PROGRAM: tl.constexpr,
+    EXPONENT_BITS: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    MAX: tl.constexpr,
+    TOP: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Grid: ceil(T * HEADS / rows a program). Pointers to bytes are to uint8; strides in elements.
+
+    out_scale is a number, a pointer, or None for 1; TOP is 0 for fp8; TILES is how many tiles of
+    scales lie side by side, 0 for linear scales.
+    """
+    WIDTH: tl.constexpr = triton.next_power_of_2(D)
+    ROWS: tl.constexpr = PROGRAM // WIDTH
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
+    is_row = (token < num_tokens)[:, None]
+    column = tl.arange(0, WIDTH)[None, :]
+    values = tl.load(
+        x + (token * x_token + head * x_head)[:, None] + column.to(tl.int64) * x_content,
+        mask=is_row & (column < D),
+        other=0.0,
+    )
+    target = out + (token * out_token + head * out_head)[:, None]
+    if TOP > 0.0:
+        BLOCKS: tl.constexpr = WIDTH // 16
+        blocks = tl.reshape(values * load_scale(out_scale), [ROWS, BLOCKS, 16])
+        codes, found = encode_blocks(blocks, tl.full([], 1.0, tl.float32), TOP, 0.0)
+        byte = tl.arange(0, WIDTH // 2)[None, :]
+        tl.store(
+            target + byte.to(tl.int64) * out_content,
+            pack(codes, ROWS, WIDTH // 2),
+            mask=is_row & (byte < D // 2),
+        )
+        block = tl.arange(0, BLOCKS)[None, :]
+        COUNT: tl.constexpr = (D + 15) // 16
+        of_token = head[:, None] * COUNT + block
+        if TILES > 0:
+            place = _in_tiles(token[:, None] + start_row, of_token, TILES)
+        else:
+            place = token[:, None] * scales_token + of_token * scales_block
+        tl.store(scales + place, found.to(tl.uint8), mask=is_row & (block < COUNT))
+    else:
+        codes = encode_plain(values, out_scale, EXPONENT_BITS, MANTISSA_BITS, MAX)
+        target += column.to(tl.int64) * out_content
+        tl.store(target, codes.to(tl.uint8), mask=is_row & (column < D))
+
+
+@triton.jit
+def _in_tiles(row, block, TILES: tl.constexpr):
+    """Byte of the scale of a row's block, as `in_tiles` has it; `row` and `block` broadcast."""
+    tile = row // _TILE_ROWS * TILES + block // _TILE_BLOCKS
+    group = row % _TILE_ROWS // _GROUP_ROWS * _TILE_BLOCKS
+    return tile * _TILE + row % _GROUP_ROWS * _ROW_STEP + group + block % _TILE_BLOCKS
+
+
+def quantize_out(
+    rows: torch.Tensor, out: torch.Tensor, scales: OutScales | None, params: LayerParams
+) -> None:
+    """Write rows as params.out_format stores them; rows of `out` and `scales` past them stay.
+
+    One launch; nothing waits for the device.
+
+    Args:
+        rows: float32 [T, Hq, Dv], any strides.
+        out: float8_e4m3fn [>= T, Hq, Dv], or uint8 [>= T, Hq, Dv / 2] for nvfp4; any strides.
+        scales: of nvfp4, e4m3 [>= T, Hq * Dv / 16] or swizzled; None for fp8.
+        params: out_format and out_scale.
+    """
+    num_tokens, heads, dim = rows.shape
+    if num_tokens == 0:
+        return
+    start_row = tiles = 0
+    if isinstance(scales, SwizzledScales):
+        start_row, scales = scales.start_row, scales.scales
+        tiles = scales.shape[1] // TILE_BLOCKS
+    out, scales = out.view(torch.uint8), None if scales is None else scales.view(torch.uint8)
+    fmt = FORMATS[params.out_format]
+    options: dict[str, Any] = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    grid = (-(-num_tokens * heads // (PROGRAM // triton.next_power_of_2(dim))),)
+    quantize_kernel[grid](
+        rows,
+        *rows.stride(),
+        out,
+        *out.stride(),
+        scales,
+        *((0, 0) if scales is None else scales.stride()),
+        kernel_scale(params.out_scale),
+        num_tokens,
+        start_row,
+        D=dim,
+        HEADS=heads,
+        PROGRAM=PROGRAM,
+        EXPONENT_BITS=fmt.exponent_bits,
+        MANTISSA_BITS=fmt.mantissa_bits,
+        MAX=fmt.max_value,
+        TOP=fmt.block_tops[0] if fmt.block_tops else 0.0,
+        TILES=tiles,
+        **options,
+    )
