@@ -221,14 +221,14 @@ def _write_side(
 
 
 @triton.jit
-def _cast(values, DTYPE: tl.constexpr):
+def _cast(values, dtype: tl.constexpr):
     """Floats to another type of float, to nearest, ties to even."""
-    if values.dtype == DTYPE:
+    if values.dtype == dtype:
         return values
-    elif DTYPE == tl.bfloat16:
+    elif dtype == tl.bfloat16:
         return to_bf16(values.to(tl.float32)).to(tl.bfloat16, bitcast=True)
     else:
-        return values.to(tl.float32).to(DTYPE)
+        return values.to(tl.float32).to(dtype)
 
 
 def write_pages(

@@ -14,8 +14,17 @@ _RINT = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it has no room for a 
 
 
 @triton.jit
+def _is_nan(x):
+    return (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) > _INFINITY
+
+
+@triton.jit
 def small_float(
-    x, EXPONENT_BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, MAX: tl.constexpr, NAN: tl.constexpr
+    x,
+    EXPONENT_BITS: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    MAX: tl.constexpr,
+    NAN: tl.constexpr,
 ):
     """int32 codes of float32 `x`: to nearest, ties to even, saturating at MAX; NaN becomes NAN."""
     SHIFT: tl.constexpr = 23 - MANTISSA_BITS
@@ -24,7 +33,6 @@ def small_float(
     # The float whose last place is the code's smallest step.
     STEP: tl.constexpr = (127 + 24 - BIAS - MANTISSA_BITS) << 23
     bits = x.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
     bounded = tl.minimum(tl.abs(x), MAX)
     kept = bounded.to(tl.int32, bitcast=True)
     half = ((1 << (SHIFT - 1)) - 1) + ((kept >> SHIFT) & 1)
@@ -33,7 +41,7 @@ def small_float(
     subnormal = (bounded + step).to(tl.int32, bitcast=True) - STEP
     code = tl.where(kept < LEAST_NORMAL, subnormal, normal)
     sign = (bits >> (31 - EXPONENT_BITS - MANTISSA_BITS)) & (1 << (EXPONENT_BITS + MANTISSA_BITS))
-    return tl.where(size > _INFINITY, NAN, code | sign)
+    return tl.where(_is_nan(x), NAN, code | sign)
 
 
 @triton.jit
@@ -59,7 +67,7 @@ def to_int8(x):
     """int32 of float32 `x`: to nearest, ties to even, from -127 to 127; NaN becomes 0."""
     bounded = tl.minimum(tl.maximum(x, -127.0), 127.0)
     code = (bounded + _RINT).to(tl.int32, bitcast=True) - 0x4B400000
-    return tl.where(x != x, 0, code)
+    return tl.where(_is_nan(x), 0, code)
 
 
 @triton.jit
@@ -67,7 +75,7 @@ def to_bf16(x):
     """uint16 bits of float32 `x` as bf16, to nearest, ties to even."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where((bits & 0x7FFFFFFF) > _INFINITY, 0x7FC0, rounded).to(tl.uint16)
+    return tl.where(_is_nan(x), 0x7FC0, rounded).to(tl.uint16)
 
 
 @triton.jit
@@ -77,7 +85,7 @@ def from_e4m3(code):
     normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
     value = tl.where(size == 0x7F, float("nan"), value)
-    return tl.where(code & 0x80 != 0, -value, value)
+    return _with_sign(value, code >> 7)
 
 
 @triton.jit
@@ -86,7 +94,13 @@ def from_e2m1(code):
     size = code & 7
     normal = ((size + 252) << 22).to(tl.float32, bitcast=True)
     value = tl.where(size < 2, size.to(tl.float32) * 0.5, normal)
-    return tl.where(code & 8 != 0, -value, value)
+    return _with_sign(value, code >> 3)
+
+
+@triton.jit
+def _with_sign(size, sign):
+    """A magnitude and its sign, of which bit 0 counts; Triton's own minus loses that of zero."""
+    return (size.to(tl.int32, bitcast=True) | (sign << 31)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -109,7 +123,9 @@ def load_scale(scale):
 
 
 @triton.jit
-def encode_plain(x, scale, EXPONENT_BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, MAX):
+def encode_plain(
+    x, scale, EXPONENT_BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, MAX: tl.constexpr
+):
     """int32 codes of x / scale in an eight-bit float; the scale as `load_scale` takes it."""
     if scale is not None:
         x = tl.div_rn(x, load_scale(scale))
