@@ -10,13 +10,12 @@ from pageant.cache.pages import LayerCache, PagedCache, layout_for
 from pageant.cache.scales import check_scale
 from pageant.cache.wrap import wrap
 from pageant.device import Device
-from pageant.kernels.cpu.quantize_out import quantize_out
-from pageant.kernels.cpu.write_pages import write_pages
-from pageant.kernels.launch import launch, never_compiled
+from pageant.kernels.launch import kernels_beside, launch, never_compiled
 from pageant.parallel import run as parallel
 from pageant.plan.batch import Batch
-from pageant.plan.build import Plan, Planner
+from pageant.plan.build import Plan, planner_of
 from pageant.plan.inputs import (
+    LayerParams,
     check_cache,
     check_cache_writable,
     check_new_rows,
@@ -87,7 +86,10 @@ class Attention:
         require(self._explanation.support)
         require(check_limits(self.limits))
         self.format = resolve(self.cache.format, shape.dtype)
-        self._planner = Planner(shape, self.limits, *parts, self.device, self._explanation)
+        row = self._explanation.rows["decode"]
+        planner = planner_of(row)
+        self._planner = planner(shape, self.limits, *parts, self.device, self._explanation)
+        self._write, self._quantize = kernels_beside(row)
 
     def explain(self) -> Explanation:
         """Which kernel serves each phase, and why each earlier one was refused."""
@@ -174,7 +176,7 @@ class Attention:
         check_scale("layer.k_scale", layer.k_scale)
         check_scale("layer.v_scale", layer.v_scale)
         if not layer.shares_cache:
-            write_pages(k, v, cache, index, (layer.k_scale, layer.v_scale))
+            self._write(k, v, cache, index, (layer.k_scale, layer.v_scale))
 
     @never_compiled
     def run(  # budget: the public API, one argument for each thing a layer gives
@@ -216,18 +218,18 @@ class Attention:
             raise bad("return_lse", return_lse, "False, unless Features(lse=True) is declared")
         if plan is None and cache is None:
             check_query(q, self.shape, 0, self.device)
-            params = resolve_layer(layer, self.features, self.shape, self.format, q)
+            params = self._resolve(layer, q)
             out = zeroed(out, out_scales, q, self.shape, params)
             return (out, new_lse(q)) if return_lse else out
         plan = self._planner.require(plan)
         cache = check_cache(cache, self.shape, self.cache, self.format, self.device)
         plan.buffers.pages.check(cache.num_pages)
         check_query(q, self.shape, plan.batch.num_tokens, self.device)
-        params = resolve_layer(layer, self.features, self.shape, self.format, q)
+        params = self._resolve(layer, q)
         check_unpaged(k, v, self.shape, plan.batch, self.device)
         check_output(out, out_scales, q, cache, params, self.shape, plan.batch.num_tokens)
         if out is None:
-            out = new_out(q, plan.buffers.real_tokens, self.shape, params)
+            out = new_out(q, plan.buffers.known_tokens, self.shape, params)
         real, kernels, q = plan.buffers.real_tokens, self._explanation.rows, q.to(self.shape.dtype)
         rows = out if params.out_format == "model" else self._planner.workspace.finished
         lse = new_lse(q) if return_lse else None
@@ -239,7 +241,13 @@ class Attention:
             params = params if self._ranks is None else partial_params(params, return_lse)
             launch(kernels, plan, q, cache, params, rows, lse)
         if params.out_format != "model":
-            quantize_out(rows[:real], out, out_scales, params)
+            self._quantize(rows[:real], out, out_scales, params)
         elif rows is not out:
             out[:real] = rows
         return out if lse is None else (out, lse)
+
+    def _resolve(self, layer: Layer, q: torch.Tensor) -> LayerParams:
+        on_device = self._planner.on_device
+        return resolve_layer(
+            layer, self.features, self.shape, self.format, q, on_device=on_device
+        )

@@ -7,6 +7,7 @@ row can need holds a page id that does not exist.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -148,11 +149,37 @@ class Problem:
         plan = self.attn.plan(self.batch)
         real, rows = self.expected_out.shape[0], self.q.shape[0]
         shape = self.attn.shape
-        out = torch.full((rows, shape.num_q_heads, shape.value_dim), 77.0, dtype=shape.dtype)
+        out = self.q.new_full((rows, shape.num_q_heads, shape.value_dim), 77.0, dtype=shape.dtype)
         got, lse = self.attn.run(plan, self.q, self.cache, self.layer, out=out, return_lse=True)
         assert got.data_ptr() == out.data_ptr()
         assert (out[real:] == 77.0).all(), "rows past the real tokens were written"
-        return out[:real], lse[:real]
+        return out[:real].cpu(), lse[:real].cpu()
+
+    def on(self, device: str) -> Problem:
+        """The same problem on another device."""
+        mine = self.attn
+        attn = pageant.Attention(
+            mine.shape, mine.cache, mine.limits, mine.features, mine.options, device
+        )
+        cache = _poisoned_cache(self.case, attn, self.cache.num_pages)
+        for name in ("k", "v", "k_scales", "v_scales"):
+            view, stored = getattr(cache, name), getattr(self.cache, name)
+            if view is not None:
+                view.copy_(stored)
+        batch, layer = (_moved(part, device) for part in (self.batch, self.layer))
+        return replace(
+            self, attn=attn, cache=cache, batch=batch, layer=layer, q=self.q.to(device)
+        )
+
+
+def _moved(fields: Any, device: str) -> Any:
+    tensors = {
+        field.name: getattr(fields, field.name).to(device)
+        for field in dataclasses.fields(fields)
+        if isinstance(getattr(fields, field.name), torch.Tensor)
+        and not field.name.endswith("_cpu")
+    }
+    return replace(fields, **tensors)
 
 
 def build(case: Case, kernels: str = "auto") -> Problem:
@@ -310,7 +337,8 @@ def _poisoned_cache(case: Case, attn: pageant.Attention, num_pages: int) -> page
         gap = 3 if case.memory == "strided" else 1
 
         def room(size: int, dtype: torch.dtype) -> torch.Tensor:
-            whole = torch.zeros(num_pages, n, kv.num_kv_heads * gap, size + 8, dtype=dtype)
+            size_of = (num_pages, n, kv.num_kv_heads * gap, size + 8)
+            whole = torch.zeros(size_of, dtype=dtype, device=attn.device)
             return whole[:, :, ::gap, :size]
 
         dims = (kv.head_dim, kv.value_dim)

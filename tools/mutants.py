@@ -441,8 +441,8 @@ MUTANTS = (
     Mutant(
         "turing: asked for bfloat16",
         "select/rows.py",
-        '"families": TURING, "dtypes": ("float32", "float16")',
-        '"families": TURING, "dtypes": MODEL_DTYPES',
+        '"families": TURING,\n    "dtypes": ("float32", "float16"),',
+        '"families": TURING,\n    "dtypes": MODEL_DTYPES,',
         ("tests/reports/test_r28.py",),
     ),
     Mutant(

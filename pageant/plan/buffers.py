@@ -49,7 +49,8 @@ class PlanBuffers:
         memory: where the copy lies.
         generation: of the plan that owns the slot now.
         split: how many requests decode.
-        real_tokens: tokens without padding.
+        real_tokens: tokens without padding; on a GPU all of them, as the host cannot tell.
+        known_tokens: how many are no padding for certain.
         pages: the largest page id rows can see, for run to compare with the cache.
         copy: what kernels read of the batch; None before the first plan.
         packed: the decodes' draft mask in words, once somebody asked for it.
@@ -61,6 +62,7 @@ class PlanBuffers:
     generation: int = -1
     split: Split = Split(0, 0, 0, 0)
     real_tokens: int = 0
+    known_tokens: int = 0
     pages: PageUse = field(default_factory=PageUse)
     copy: BatchCopy | None = None
     packed: torch.Tensor | None = None

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from pageant.cache.formats import Format, resolve
 from pageant.plan.batch import Batch
-from pageant.plan.buffers import PlanBuffers, make_work, make_workspace
+from pageant.plan.buffers import PlanBuffers, Workspace, make_work, make_workspace
 from pageant.plan.copies import CopyMemory
 from pageant.plan.masks import PackedMasks
 from pageant.plan.mistakes import Lens, check_host, check_values, lens_of
@@ -19,6 +20,7 @@ from pageant.plan.split import Split, split_decodes_and_prefills
 from pageant.plan.work import Lengths, fill_decode, fill_prefill
 from pageant.ranks import ALONE
 from pageant.select.answer import Explanation
+from pageant.select.row import Row
 from pageant.types import CacheSpec, Features, Limits, Options, Shape, bad
 
 
@@ -81,6 +83,8 @@ class Plan:
 class Planner:
     """Plans batches on the host for one Attention: inspect everything, then write the buffers."""
 
+    on_device = False
+
     def __init__(
         self,
         shape: Shape,
@@ -94,28 +98,12 @@ class Planner:
         self.page_size, self.limits, self.features = cache.page_size, limits, features
         self.options, self.device = options, device
         self.shard = options.context_parallel or ALONE
+        self.chosen = chosen
         if self.shard.heads == "split":  # kernels see the heads of all ranks
             shape = replace(shape, num_q_heads=shape.num_q_heads * self.shard.world)
         self.decode_threshold, self.shares = chosen.decode_threshold, chosen.shares_prefixes
-        workers = torch.get_num_threads()
         try:
-            self.slots = [
-                PlanBuffers(
-                    make_work(limits, features, options, workers),
-                    CopyMemory(limits, cache.page_size, device),
-                )
-                for _ in range(options.plan_slots)
-            ]
-            self.workspace = make_workspace(
-                shape,
-                limits,
-                features,
-                options,
-                device,
-                self.decode_threshold,
-                workers,
-                shares=self.shares,
-            )
+            self.slots, self.workspace = self._allocate(shape, resolve(cache.format, shape.dtype))
         except (MemoryError, RuntimeError):  # numpy's error and torch's
             allowed = (
                 "bounds whose buffers fit in memory; plan_slots and debug_splits multiply them"
@@ -123,6 +111,29 @@ class Planner:
             raise bad("limits", limits, allowed) from None
         self.masks = PackedMasks(limits.max_requests, device)
         self.generation = 0
+
+    def _allocate(self, shape: Shape, fmt: Format) -> tuple[list[PlanBuffers], Workspace]:
+        """The plan slots, and the workspace they share, for kernels that see `shape`."""
+        limits, features, options = self.limits, self.features, self.options
+        workers = torch.get_num_threads()
+        slots = [
+            PlanBuffers(
+                make_work(limits, features, options, workers),
+                CopyMemory(limits, self.page_size, self.device),
+            )
+            for _ in range(options.plan_slots)
+        ]
+        workspace = make_workspace(
+            shape,
+            limits,
+            features,
+            options,
+            self.device,
+            self.decode_threshold,
+            workers,
+            shares=self.shares,
+        )
+        return slots, workspace
 
     def plan(self, batch: Batch) -> Plan:
         """Plan a batch into the oldest slot.
@@ -168,7 +179,8 @@ class Planner:
         buffers.split = split_decodes_and_prefills(
             lens.starts, batch.num_tokens, batch.max_query_len, self.decode_threshold
         )
-        buffers.real_tokens, buffers.pages = int(lens.starts[-1]), pages
+        buffers.real_tokens = buffers.known_tokens = int(lens.starts[-1])
+        buffers.pages = pages
         held = self.shard.count(lens.key_lens)
         copy = buffers.memory.copy(batch, lens.starts, held, self.page_size)
         buffers.copy, buffers.packed = copy, None
@@ -217,3 +229,12 @@ class Planner:
             hidden |= key_lens > window
         cached = self.shard.count(np.where(hidden, 0, np.maximum(cached, 0)))
         return shared_prefixes(batch.page_table.numpy()[part], cached, self.page_size)
+
+
+def planner_of(row: Row) -> type[Planner]:
+    """What plans for a decode kernel: on its device, if that is where it looks for its work."""
+    if not row.is_planned_on_device:
+        return Planner
+    from pageant.plan.device_plan import DevicePlanner  # only here is Triton needed
+
+    return DevicePlanner

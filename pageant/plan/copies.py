@@ -22,6 +22,22 @@ IntArray = np.ndarray[Any, Any]
 MOST_PAGE_IDS = 1 << 24  # of a page table made in advance: 64 MiB
 
 
+@dataclass(frozen=True)
+class DeviceWrites:
+    """Where new tokens go, as the batch says: slots are looked at on the device.
+
+    Attributes:
+        slots: int64 [T].
+        num_tokens: T.
+    """
+
+    slots: torch.Tensor
+    num_tokens: int
+
+    def check(self, num_slots: int) -> None:
+        """Nothing: slots the cache does not have are skipped."""
+
+
 @dataclass(frozen=True, eq=False)
 class BatchCopy:
     """One batch, as kernels see it; views of a CopyMemory.
@@ -40,7 +56,7 @@ class BatchCopy:
     page_table: torch.Tensor
     causal: bool | torch.Tensor
     draft_mask: torch.Tensor | None
-    writes: WriteIndex | None
+    writes: WriteIndex | DeviceWrites | None
 
 
 class CopyMemory:

@@ -11,7 +11,7 @@ from pageant.cache.pages import LayerCache
 from pageant.cache.scales import check_scale, is_finite
 from pageant.cache.tensors import check_tensor, check_writable
 from pageant.plan.batch import Batch
-from pageant.types import CacheSpec, Features, Layer, OutFormat, Shape, bad
+from pageant.types import CacheSpec, Features, Layer, OutFormat, Scalar, Shape, bad
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 PLAIN = Layer()
@@ -26,6 +26,8 @@ class LayerParams:
         value_scale: factor on the output: v_scale if the cache is quantised.
         window, soft_cap, sinks, alibi_slopes, out_format: as in Layer.
         out_scale: as in Layer; 1 for outputs that are not quantised.
+        score_factors, value_factor: float32 [1] on a GPU, or None: q_scale and k_scale, and
+            v_scale, where those lie there; kernels multiply by them too.
     """
 
     score_scale: float
@@ -36,6 +38,8 @@ class LayerParams:
     alibi_slopes: torch.Tensor | None = None
     out_format: OutFormat = "model"
     out_scale: float = 1.0
+    score_factors: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    value_factor: torch.Tensor | None = None
 
 
 def partial_params(params: LayerParams, return_lse: bool) -> LayerParams:
@@ -162,9 +166,15 @@ def layer_of(layer: Layer | None) -> Layer:
 
 
 def resolve_layer(
-    layer: Layer, features: Features, shape: Shape, fmt: Format, q: torch.Tensor
+    layer: Layer,
+    features: Features,
+    shape: Shape,
+    fmt: Format,
+    q: torch.Tensor,
+    *,
+    on_device: bool = False,
 ) -> LayerParams:
-    """The numbers a kernel computes with.
+    """The numbers a kernel computes with; `on_device` leaves scales that lie there to the kernel.
 
     Raises:
         ArgumentError: for a value that is not allowed, or a feature that was not declared.
@@ -190,12 +200,15 @@ def resolve_layer(
     for name in ("sinks", "alibi_slopes"):
         _check_per_head(name, getattr(layer, name), shape.num_q_heads, q.device)
     score = shape.head_dim**-0.5 if layer.scale is None else layer.scale
+    q_factor = k_factor = value_factor = None
     if q.dtype in FP8_DTYPES:
-        score *= float(layer.q_scale)
+        number, q_factor = _split(layer.q_scale, on_device)
+        score *= number
     value = 1.0
     if fmt.uses_layer_scales:
-        score *= float(layer.k_scale)
-        value = float(layer.v_scale)
+        number, k_factor = _split(layer.k_scale, on_device)
+        score *= number
+        value, value_factor = _split(layer.v_scale, on_device)
     return LayerParams(
         score_scale=score,
         value_scale=value,
@@ -205,7 +218,16 @@ def resolve_layer(
         alibi_slopes=layer.alibi_slopes,
         out_format=layer.out_format,
         out_scale=1.0 if layer.out_format == "model" else float(layer.out_scale),
+        score_factors=(q_factor, k_factor),
+        value_factor=value_factor,
     )
+
+
+def _split(scale: Scalar, on_device: bool) -> tuple[float, torch.Tensor | None]:
+    """A scale as a number, or as one that kernels read because the host cannot without waiting."""
+    if on_device and isinstance(scale, torch.Tensor) and not scale.is_cpu:
+        return 1.0, scale.reshape(1).float()
+    return float(scale), None
 
 
 def _check_per_head(

@@ -51,6 +51,11 @@ class WorkList:
             np.zeros(2, np.int64),
         )
 
+    @property
+    def has_work(self) -> bool:
+        """Whether there is any item."""
+        return bool(self.counts[0])
+
     def clear(self) -> None:
         """No work at all."""
         self.counts[:] = 0

@@ -137,5 +137,10 @@ class Row:
     queries: tuple[QueryRule, ...] = ()
     because: str
 
+    @property
+    def is_planned_on_device(self) -> bool:
+        """Whether the kernel finds its work on the device, where planning put it."""
+        return self.owner == "pageant" and "triton" in self.packages
+
     def __repr__(self) -> str:
         return f"<row {self.name}>"

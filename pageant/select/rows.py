@@ -97,18 +97,23 @@ TRITON: dict[str, Any] = {**ON_GPU, "packages": ("triton",), "families": SINCE_A
 TRITON_DECODE: dict[str, Any] = {
     **TRITON,
     "name": "triton.decode",
-    "kernel": "pageant.kernels.triton.decode:run",
+    "kernel": "pageant.kernels.triton.attention:run_decode",
     "phases": ("decode",),
     "because": "A few new tokens on any GPU: each key is read once, where it lies in its page.",
 }
 TRITON_PREFILL: dict[str, Any] = {
     **TRITON,
     "name": "triton.prefill",
-    "kernel": "pageant.kernels.triton.prefill:run",
+    "kernel": "pageant.kernels.triton.attention:run_prefill",
     "phases": ("prefill",),
     "because": "Many new tokens on any GPU: tiles of queries walk the keys page by page.",
 }
-BEFORE_BFLOAT16: dict[str, Any] = {"families": TURING, "dtypes": ("float32", "float16")}
+# Two blocks of keys of 512 numbers in float32 exceed what a Turing program may hold.
+BEFORE_BFLOAT16: dict[str, Any] = {
+    "families": TURING,
+    "dtypes": ("float32", "float16"),
+    "head_dims": Sizes(16, 256, 8),
+}
 
 ROWS: tuple[Row, ...] = (
     *FLASHINFER_ROWS,

@@ -1,0 +1,202 @@
+"""Plans made on a GPU: the host checks what it sees and launches; nothing is read back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from pageant.cache.formats import Format
+from pageant.plan.batch import Batch
+from pageant.plan.buffers import PlanBuffers, Workspace
+from pageant.plan.build import Plan, Planner
+from pageant.plan.copies import BatchCopy, DeviceWrites
+from pageant.plan.mistakes import check_host
+from pageant.plan.pages import PageUse
+from pageant.plan.on_device import ITEM, JOIN, draw_trees, plan_step
+from pageant.plan.tiles import Tile, tile_for
+from pageant.plan.work import WorkList
+from pageant.select.row import PHASES, Phase
+from pageant.types import Shape
+
+LEAST_BLOCKS = 2  # of a share
+
+
+@dataclass(frozen=True)
+class DeviceWork:
+    """Work of one phase for one window; see `pageant.plan.on_device.plan_step`.
+
+    Attributes:
+        tile: how large its tiles are.
+        items: int32 [capacity, 5].
+        shares: int32 [G, 2].
+        joins: int32 [G, 3].
+        threshold: most new tokens of a decode.
+        num_tokens: of the batch, with padding.
+        has_work: whether the host's bounds leave anything to do.
+    """
+
+    tile: Tile
+    items: torch.Tensor
+    shares: torch.Tensor
+    joins: torch.Tensor
+    threshold: int
+    num_tokens: int = 0
+    has_work: bool = True
+
+
+@dataclass
+class DeviceMemory:
+    """Arrays of fixed address that planning writes, for all windows; see `plan_step`.
+
+    Attributes:
+        starts, lens: int32 [max_requests + 1] and [max_requests].
+        items, shares, joins: int32 [windows, ..].
+        tree: bool, a draft mask drawn from parents; moves when a larger one comes.
+    """
+
+    starts: torch.Tensor
+    lens: torch.Tensor
+    items: torch.Tensor
+    shares: torch.Tensor
+    joins: torch.Tensor
+    tree: torch.Tensor | None = None
+
+
+class DevicePlanner(Planner):
+    """Plans batches with one launch, or with two where drafts are trees."""
+
+    on_device = True
+
+    def _allocate(self, shape: Shape, fmt: Format) -> tuple[list[PlanBuffers], Workspace]:
+        device = self.chosen.device
+        assert device is not None
+        limits, options = self.limits, self.options
+        self.threshold = 0 if options.invariant else self.decode_threshold
+        self.tiles: dict[Phase, Tile] = {
+            phase: tile_for(phase, shape, fmt, device, self.decode_threshold) for phase in PHASES
+        }
+        tile, prefill = self.tiles["decode"], self.tiles["prefill"]
+        self.units = tile.units(shape)
+        requests = min(limits.max_requests, limits.max_tokens)
+        most = requests * -(-self.decode_threshold // tile.tokens) * self.units
+        shares = device.num_sms * tile.shares
+        if options.debug_splits is not None:
+            shares = max(1, most) * options.debug_splits
+        self.capacity = most + shares
+        self.num_shares = shares
+        windows = self.features.windows
+        self._windows = self._new((len(windows),), torch.int32)
+        self._windows.copy_(torch.tensor([window or 0 for window in windows], dtype=torch.int32))
+        slots = []
+        for _ in range(options.plan_slots):
+            memory = DeviceMemory(
+                starts=self._new((limits.max_requests + 1,), torch.int32),
+                lens=self._new((limits.max_requests,), torch.int32),
+                items=self._new((len(windows), self.capacity, ITEM.value), torch.int32),
+                shares=self._new((len(windows), shares, 2), torch.int32),
+                joins=self._new((len(windows), shares, JOIN.value), torch.int32),
+            )
+            work: dict[tuple[str, int | None], WorkList | DeviceWork] = {}
+            for index, window in enumerate(windows):
+                arrays = (memory.items[index], memory.shares[index], memory.joins[index])
+                work["decode", window] = DeviceWork(tile, *arrays, self.threshold)
+                work["prefill", window] = DeviceWork(prefill, *arrays, self.threshold)
+            slots.append(PlanBuffers(work, memory))
+        finishes = any(name != "model" for name in self.features.out_formats)
+        ranks = options.context_parallel
+        finishes |= ranks is not None and ranks.group is not None
+        rows = (2 * shares, tile.rows)
+        return slots, Workspace(
+            self._new((*rows, shape.value_dim), torch.float32),
+            self._new(rows, torch.float32),
+            self._new(
+                (limits.max_tokens * finishes, shape.num_q_heads, shape.value_dim), torch.float32
+            ),
+        )
+
+    def _new(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        with torch.inference_mode(False):  # else only inference mode could write to it
+            return torch.empty(size, dtype=dtype, device=self.device)
+
+    def plan(self, batch: Batch) -> Plan:
+        """Plan a batch into the oldest slot; see `Planner.plan`."""
+        self._check(batch)
+        self.generation += 1
+        buffers = self.slots[self.generation % len(self.slots)]
+        buffers.generation = self.generation
+        self._launch(buffers, batch)
+        return Plan(batch, buffers, self.generation, self)
+
+    def update(self, plan: Plan) -> None:
+        """Plan again after the batch's tensors changed in place."""
+        self.require(plan)
+        self._check(plan.batch)
+        self._launch(plan.buffers, plan.batch)
+
+    def _check(self, batch: Batch) -> None:
+        if self.options.validate:
+            self.inspect(batch)
+        else:
+            check_host(batch, self.limits, self.features, self.device)
+
+    def _launch(self, buffers: PlanBuffers, batch: Batch) -> None:
+        memory, requests, tile = buffers.memory, batch.num_requests, self.tiles["decode"]
+        plan_step[(self.num_shares, len(self._windows))](
+            batch.query_start_loc,
+            batch.key_lens,
+            memory.starts,
+            memory.lens,
+            memory.items,
+            memory.shares,
+            memory.joins,
+            self._windows,
+            requests,
+            (batch.num_tokens, self.limits.max_seq_len),
+            self.threshold,
+            (self.shard.rank, self.shard.interleave),
+            self.capacity,
+            tile.tokens,
+            self.units,
+            tile.block,
+            self.shard.world,
+            self.options.debug_splits or 0,
+            LEAST_BLOCKS,
+            num_warps=1,
+        )
+        decodes = batch.max_query_len <= self.threshold
+        for (phase, window), work in buffers.work.items():
+            has_work = batch.num_tokens > 0 and requests > 0
+            has_work &= self.threshold > 0 if phase == "decode" else not decodes
+            buffers.work[phase, window] = replace(
+                work, num_tokens=batch.num_tokens, has_work=has_work
+            )
+        buffers.real_tokens, buffers.pages = batch.num_tokens, PageUse()
+        host = batch.query_start_loc_cpu
+        sure = host is not None and not self.options.adaptive
+        buffers.known_tokens = int(host[-1]) if sure else 0
+        slots = batch.slot_mapping
+        buffers.packed = None
+        buffers.copy = BatchCopy(
+            memory.starts[: requests + 1],
+            memory.lens[:requests],
+            batch.page_table,
+            batch.causal if batch.encoder_seq_lens is None else False,
+            self._mask(buffers, batch),
+            None if slots is None else DeviceWrites(slots, slots.shape[0]),
+        )
+
+    def _mask(self, buffers: PlanBuffers, batch: Batch) -> torch.Tensor | None:
+        """The draft mask, drawn first if the batch has parents."""
+        if batch.draft_parents is None or batch.num_requests == 0:
+            return batch.draft_mask
+        rows, width = batch.draft_parents.shape[0], batch.max_query_len
+        memory = buffers.memory
+        if memory.tree is None or memory.tree.numel() < rows * width:
+            memory.tree = self._new((rows * width,), torch.bool)
+        mask = memory.tree[: rows * width].view(rows, width)
+        if mask.numel():
+            draw_trees[(batch.num_requests, width)](
+                batch.draft_parents, memory.starts, mask.view(torch.uint8), width, width, CHUNK=128
+            )
+        return mask
