@@ -45,7 +45,10 @@ class Plan:
 
     @property
     def shared(self) -> dict[int | None, tuple[SharedPrefix, ...]]:
-        """For each window of the layers: which requests' keys are computed once, and how many."""
+        """For each window of the layers: which requests' keys are computed once, and how many.
+
+        None of them where the Attention's ``explain()`` says that prefixes are not shared.
+        """
         found = self.buffers.shared
         return {
             window: found[window].prefixes if window in found else ()
