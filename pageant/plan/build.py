@@ -61,7 +61,7 @@ class Plan:
 
         uint16 [R, m, words] where all decodes bring m tokens and are causal, or none is, without a
         draft mask: at an address that stays. Else [tokens, words], a request's rows from its
-        query_start_loc on. None without a draft mask if no decode has several new tokens.
+        query_start_loc on. None where no decode brings a token or, without a draft mask, several.
         """
         self.require_current()
         if self.buffers.packed is None:
