@@ -215,6 +215,9 @@ def test_a_run_before_there_is_a_cache_finds_the_same_mistakes():
         (lambda: attn.run(None, q, None, out=q[:1].expand(7, 4, 32)), "out"),
         (lambda: attn.run(None, q, None, out_scales=q), "out_scales"),
         (lambda: attn.run(None, q, None, return_lse=1), "return_lse"),
+        (lambda: attn.run(None, q, None, k=q[:, :2]), "v"),
+        (lambda: attn.run(None, q, None, k=q, v=q[:, :2]), "k"),
+        (lambda: attn.run(None, q, None, k=q[:, :2], v=q[:, :2].half()), "v"),
     ):
         with pytest.raises(ArgumentError) as caught:
             call()
