@@ -179,7 +179,7 @@ class Explanation:
             name
             for name in OUT_FORMATS
             if name != "model"
-            and self._runs_with(features=replace(self.features, out_formats=(name,)))
+            and self._runs_with(features=replace(self.features, out_formats=("model", name)))
         )
 
     def _runs_with(self, cache: CacheSpec | None = None, features: Features | None = None) -> bool:
