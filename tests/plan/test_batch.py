@@ -170,6 +170,11 @@ def test_pages_of_another_size_are_too_few():
     )
 
 
+def test_a_request_without_new_tokens_needs_no_pages():
+    idle = Batch.from_lengths([0, 3], [30, 3], [[], [5]], page_size=PAGE)
+    assert attention().plan(idle).split.num_prefill_tokens == 3
+
+
 def test_all_keys_together():
     lens = [40, 21]
     table = [list(range(10)), list(range(10, 20))]
