@@ -28,14 +28,8 @@ def case(lengths=((1, 33), (3, 40), (1, 36), (2, 44), (0, 0), (3, 21)), **others
     """Decodes with drafts that begin with the same 20 tokens, one of them without a new token."""
     fields = {
         "seed": 3,
-        "dtype": torch.float32,
-        "kv_heads": 2,
-        "group": 2,
         "head_dim": 32,
         "v_head_dim": 32,
-        "format": "fp32",
-        "page_size": 4,
-        "memory": "LBHNC",
         "sinks": True,
         "speculative": 2,
         "prefixes": ((0, 20),) * 6 if len(lengths) == 6 else (),
