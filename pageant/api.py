@@ -219,6 +219,7 @@ class Attention:
         if plan is None and cache is None:
             check_query(q, self.shape, 0, self.device)
             params = self._resolve(layer, q)
+            check_unpaged(k, v, self.shape, None, self.device)
             out = zeroed(out, out_scales, q, self.shape, params)
             return (out, new_lse(q)) if return_lse else out
         plan = self._planner.require(plan)

@@ -31,15 +31,15 @@ class Case:
     """One random problem. Lengths are (new tokens, keys) a request."""
 
     seed: int
-    dtype: torch.dtype
-    kv_heads: int
-    group: int
-    head_dim: int
-    v_head_dim: int
-    format: str
-    page_size: int
-    memory: str
     lengths: tuple[tuple[int, int], ...]
+    dtype: torch.dtype = torch.float32
+    kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 16
+    v_head_dim: int = 16
+    format: str = "fp32"
+    page_size: int = 4
+    memory: str = "LBHNC"
     causal: bool | tuple[bool, ...] = True
     window: int | None = None
     soft_cap: float | None = None
@@ -180,6 +180,13 @@ def _moved(fields: Any, device: str) -> Any:
         and not field.name.endswith("_cpu")
     }
     return replace(fields, **tensors)
+
+    def check(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run, and compare with the right answer, to the accuracy of the model's dtype."""
+        out, lse = self.run()
+        assert_close(out, self.expected_out, BOUNDS[self.case.dtype])
+        assert_close(lse, self.expected_lse, BOUNDS[self.case.dtype])
+        return out, lse
 
 
 def build(case: Case, kernels: str = "auto") -> Problem:

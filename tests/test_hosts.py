@@ -28,14 +28,8 @@ def case(lengths=((1, 33), (3, 40), (1, 36), (2, 44), (0, 0), (3, 21)), **others
     """Decodes with drafts that begin with the same 20 tokens, one of them without a new token."""
     fields = {
         "seed": 3,
-        "dtype": torch.float32,
-        "kv_heads": 2,
-        "group": 2,
         "head_dim": 32,
         "v_head_dim": 32,
-        "format": "fp32",
-        "page_size": 4,
-        "memory": "LBHNC",
         "sinks": True,
         "speculative": 2,
         "prefixes": ((0, 20),) * 6 if len(lengths) == 6 else (),
@@ -215,6 +209,9 @@ def test_a_run_before_there_is_a_cache_finds_the_same_mistakes():
         (lambda: attn.run(None, q, None, out=q[:1].expand(7, 4, 32)), "out"),
         (lambda: attn.run(None, q, None, out_scales=q), "out_scales"),
         (lambda: attn.run(None, q, None, return_lse=1), "return_lse"),
+        (lambda: attn.run(None, q, None, k=q[:, :2]), "v"),
+        (lambda: attn.run(None, q, None, k=q, v=q[:, :2]), "k"),
+        (lambda: attn.run(None, q, None, k=q[:, :2], v=q[:, :2].half()), "v"),
     ):
         with pytest.raises(ArgumentError) as caught:
             call()

@@ -23,19 +23,8 @@ def ints(values):
 
 
 def case(**others):
-    fields = {
-        "seed": 12,
-        "dtype": torch.float32,
-        "kv_heads": 2,
-        "group": 2,
-        "head_dim": 16,
-        "v_head_dim": 24,
-        "format": "fp32",
-        "page_size": 4,
-        "memory": "LBHNC",
-        "lengths": ((1, 9), (3, 14), (0, 0), (5, 5)),
-    }
-    return Case(**{**fields, **others})
+    fields = {"lengths": ((1, 9), (3, 14), (0, 0), (5, 5)), **others}
+    return Case(seed=12, v_head_dim=24, **fields)
 
 
 COMBINATIONS = (

@@ -35,7 +35,8 @@ def joined(world: int, device: torch.device) -> Iterator[ContextParallel | None]
         return
     dist.init_process_group("gloo" if device.type == "cpu" else "nccl", timeout=TIMEOUT)
     try:
-        yield ContextParallel(rank=dist.get_rank(), world=world, group=dist.group.WORLD)
+        # a2a: a collective less than ag_rs for each layer, and it has an invariant mode.
+        yield ContextParallel(rank=dist.get_rank(), world=world, group=dist.group.WORLD, comm="a2a")
     finally:
         dist.destroy_process_group()
 

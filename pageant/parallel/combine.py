@@ -12,6 +12,7 @@ own parts and leaves the sum to a reduce-scatter.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -124,7 +125,17 @@ def _named(ranks: ContextParallel) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[-1]
         raise RanksError(
-            f"rank {ranks.rank} of {ranks.world} got no answer from the others: {reason}"
+            f"rank {ranks.rank} of {ranks.world} got no answer from the others: {_reason(error)}"
         ) from error
+
+
+def _reason(error: RuntimeError) -> str:
+    """What a collective's error says first in its last line, without the place in its source.
+
+    >>> _reason(RuntimeError("[/gloo/pair.cc:537] Connection closed by peer. Check the logs."))
+    'Connection closed by peer'
+    """
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    said = re.sub(r"^\[[^\]]*:\d+\] *", "", lines[-1])
+    return said.partition(". ")[0].rstrip(".")

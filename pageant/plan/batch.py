@@ -20,6 +20,8 @@ class Batch:
     """Requests of one step, each with m new tokens after n - m cached ones (m or n may be 0).
 
     Tensors lie on the Attention's device; the four host bounds let planning avoid reading them.
+    Pages are those of the Attention's CacheSpec: planning cannot tell that page_table and
+    slot_mapping count in pages of another size, unless a row then is too narrow for its request.
 
     Attributes:
         query_start_loc: int32 [R + 1], first token of each request; the last entry ends the tokens.

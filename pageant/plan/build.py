@@ -47,7 +47,10 @@ class Plan:
 
     @property
     def shared(self) -> dict[int | None, tuple[SharedPrefix, ...]]:
-        """For each window of the layers: which requests' keys are computed once, and how many."""
+        """For each window of the layers: which requests' keys are computed once, and how many.
+
+        None of them where the Attention's ``explain()`` says that prefixes are not shared.
+        """
         found = self.buffers.shared
         return {
             window: found[window].prefixes if window in found else ()
@@ -60,7 +63,7 @@ class Plan:
 
         uint16 [R, m, words] where all decodes bring m tokens and are causal, or none is, without a
         draft mask: at an address that stays. Else [tokens, words], a request's rows from its
-        query_start_loc on. None without a draft mask if no decode has several new tokens.
+        query_start_loc on. None where no decode brings a token or, without a draft mask, several.
         """
         self.require_current()
         if self.buffers.packed is None:

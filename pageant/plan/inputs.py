@@ -65,15 +65,15 @@ def check_unpaged(
     k: torch.Tensor | None,
     v: torch.Tensor | None,
     shape: Shape,
-    batch: Batch,
+    batch: Batch | None,
     device: torch.device,
 ) -> None:
-    """Raise unless run's k and v are both None, or the batch's new keys and values."""
+    """Raise unless run's k and v are both None, or the new keys and values of the batch, if any."""
     if k is None and v is None:
         return
     if k is None or v is None:
         raise bad("k" if k is None else "v", None, "k and v together, or neither")
-    num_rows = batch.num_tokens if batch.encoder_seq_lens is None else 0
+    num_rows = 0 if batch is None or batch.encoder_seq_lens is not None else batch.num_tokens
     check_new_rows(k, v, shape, num_rows, device)
 
 

@@ -72,7 +72,7 @@ class PackedMasks:
         starts = batch.query_start_loc[: num_decodes + 1].cpu().numpy().astype(np.int64)
         lens = np.diff(starts)
         longest, causal, draft = int(lens.max(initial=0)), batch.causal, batch.draft_mask
-        if draft is None and longest <= 1:
+        if longest == 0 or (longest == 1 and draft is None):
             return None
         if draft is None and isinstance(causal, bool) and (lens == longest).all():
             return self.uniform(num_decodes, longest, causal=causal)

@@ -126,10 +126,12 @@ def check_values(
             total,
             f"at most {limits.max_cached_tokens}, as the limits say",
         )
-    room = batch.page_table.shape[1] * page_size
+    width = batch.page_table.shape[1]
+    room = width * page_size
     fits = (shard.count(key_lens) <= room) | (query_lens == 0)
     rows = "" if shard.world == 1 else f" of this rank, one of {shard.world}"
-    _check_each(name, fits, key_lens, f"at most {room}, the tokens a page_table row holds{rows}")
+    table = f"page_table is {width} wide, and a page holds {page_size} tokens{rows}"
+    _check_each(name, fits, key_lens, f"at most {room}, for {table}")
     real = int(starts[-1])
     for field in ("slot_mapping", "draft_mask", "draft_parents"):
         tensor = getattr(batch, field)

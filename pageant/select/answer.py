@@ -21,7 +21,7 @@ from pageant.select.built import missing_here
 from pageant.select.choose import Choice, Missing, asked_rows, has_kernels
 from pageant.select.needs import NVFP4, Need, dtype_name, needs_of
 from pageant.select.refusal import Refusal
-from pageant.select.row import PHASES, GraphLevel, Phase, QueryRule, Reports, Row
+from pageant.select.row import PHASES, GraphLevel, Phase, Reports, Row
 from pageant.select.text import lines_of
 from pageant.select.validate import OUT_FORMATS, check_config
 from pageant.types import CacheSpec, Features, Options, Shape, Support
@@ -83,9 +83,16 @@ class Explanation:
     @property
     def shares_prefixes(self) -> bool:
         """Whether keys that several decodes share may be computed once."""
-        uneven = self.features.alibi and self.options.world > 1  # distances of a rank's keys
-        wanted = self.options.cascade and not self.options.invariant and not uneven
+        wanted = self.options.cascade and self.unshared is None
         return wanted and bool(self.rows["decode"].shared_kernel)
+
+    @property
+    def unshared(self) -> str | None:
+        """What keeps any kernel from sharing the keys of prefixes; None if nothing does."""
+        if self.options.invariant:
+            return "invariant mode"
+        uneven = self.features.alibi and self.options.world > 1  # distances of a rank's keys
+        return "ALiBi on several ranks" if uneven else None
 
     @property
     def cuda_graph(self) -> GraphLevel:
@@ -172,7 +179,7 @@ class Explanation:
             name
             for name in OUT_FORMATS
             if name != "model"
-            and self._runs_with(features=replace(self.features, out_formats=(name,)))
+            and self._runs_with(features=replace(self.features, out_formats=("model", name)))
         )
 
     def _runs_with(self, cache: CacheSpec | None = None, features: Features | None = None) -> bool:
@@ -230,18 +237,8 @@ class Explanation:
 
 def _query_dtype(row: Row, phase: Phase, values: set[Any], model: str) -> str:
     """What the row's first rule that fits says."""
-    said = next((rule.dtype for rule in row.queries if _fits(rule, phase, values)), "model")
+    said = next((rule.dtype for rule in row.queries if rule.fits(phase, values)), "model")
     return model if said == "model" else said
-
-
-def _fits(rule: QueryRule, phase: Phase, values: set[Any]) -> bool:
-    return (
-        phase in rule.phases
-        and (rule.families is None or not values.isdisjoint(rule.families))
-        and (rule.formats is None or not values.isdisjoint(rule.formats))
-        and values.issuperset(rule.needs)
-        and values.isdisjoint(rule.unless)
-    )
 
 
 def refused_dict(support: Support) -> dict[str, Any]:

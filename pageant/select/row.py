@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
@@ -85,6 +85,16 @@ class QueryRule:
     formats: tuple[str, ...] | None = None
     needs: frozenset[str] = frozenset()
     unless: frozenset[str] = frozenset()
+
+    def fits(self, phase: Phase, values: set[Any]) -> bool:
+        """Whether the rule holds in a phase, for needs of these values."""
+        return (
+            phase in self.phases
+            and (self.families is None or not values.isdisjoint(self.families))
+            and (self.formats is None or not values.isdisjoint(self.formats))
+            and values.issuperset(self.needs)
+            and values.isdisjoint(self.unless)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

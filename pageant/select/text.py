@@ -79,6 +79,8 @@ def _follows(answer: Explanation) -> Iterator[str]:
     yield f"CUDA graphs: {answer.cuda_graph}{GRAPHS[answer.cuda_graph]}."
     if longest is not None and answer.cuda_graph != "ALWAYS":
         yield f"A graph also replays decodes of different lengths, up to {longest} tokens."
+    if answer.options.cascade and answer.unshared is not None:
+        yield f"Prefixes are not shared: {answer.unshared}."
     if answer.page_sizes is not None:
         layouts = "any" if answer.layouts is None else one_of(answer.layouts)
         yield f"Tokens a page: {one_of(answer.page_sizes)}. Layouts: {layouts}."

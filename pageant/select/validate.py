@@ -63,6 +63,7 @@ def check_config(
             check_part(value)
         _check_scale_order(resolve(cache.format, shape.dtype), shape, cache)
         _check_out_blocks(shape, features)
+        _check_parts(features, options)
 
     return _verdict(check)
 
@@ -149,6 +150,14 @@ def _check_out_blocks(shape: Shape, features: Features) -> None:
     ok = "nvfp4" not in features.out_formats or shape.value_dim % block == 0
     allowed = f"nvfp4 for a v_head_dim that is a multiple of {block}, not for {shape.value_dim}"
     _require(ok, "out_formats", features.out_formats, allowed)
+
+
+def _check_parts(features: Features, options: Options) -> None:
+    """Raise for ranks without a group, which give parts, if no layer could run there."""
+    ranks, formats = options.context_parallel, features.out_formats
+    ok = ranks is None or ranks.group is not None or "model" in formats
+    allowed = "model among them: without a group ranks give parts, to be quantised when merged"
+    _require(ok, "out_formats", formats, allowed)
 
 
 def _check_options(options: Options) -> None:

@@ -31,16 +31,19 @@ def everything(options: Options) -> EngineConfig:
 def main() -> None:
     prefix.RULES = (prefix.Rule(members=2, tokens=1, because="a test"),)
     with joined(int(os.environ["WORLD_SIZE"]), torch.device("cpu")) as ranks:
-        engine = Engine(
-            *load("smollm2", torch.float32), everything(Options(context_parallel=ranks))
-        )
+        loaded = load("smollm2", torch.float32)
+        engine = Engine(*loaded, everything(Options(context_parallel=ranks)))
         greedy = engine.generate(PROMPTS, Sampling(max_new_tokens=16))
         # Without a seed every rank draws other numbers; the first one's choice holds.
         free = engine.generate(PROMPTS[:2], Sampling(max_new_tokens=6, temperature=1.0))
         report = engine.report()
+        options = Options(context_parallel=ranks, invariant=True)
+        invariant = Engine(*loaded, everything(options))
+        again = invariant.generate(PROMPTS[:2], Sampling(max_new_tokens=6))
         answer = {
             "greedy": [completion.tokens for completion in greedy],
             "free": [completion.tokens for completion in free],
+            "invariant": [completion.tokens for completion in again],
             "accepted": report.accepted_tokens,
             "shared_pages": report.peak_shared_pages,
             "reused": report.prefix_hit_tokens,

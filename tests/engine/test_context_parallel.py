@@ -42,6 +42,7 @@ def test_text_is_that_of_one_rank(smollm2: LoadedModel, world: int) -> None:
     assert len(answers) == world
     assert all(answer == answers[0] for answer in answers)
     assert answers[0]["greedy"] == want
+    assert answers[0]["invariant"] == [tokens[:6] for tokens in want[:2]]
     for figure in ("accepted", "shared_pages", "reused"):
         assert answers[0][figure] > 0, figure
 

@@ -15,19 +15,18 @@ import torch.distributed as dist
 import pageant
 from pageant import ContextParallel
 from pageant.parallel.combine import RanksError
-from tests.inputs import Case, Problem, assert_close, build
+from tests.inputs import Case, Problem, build
 from tests.parallel.sharded import on_rank
 
 TIMEOUT_S = 60  # compiling alone takes some longer than others
-BASE: dict[str, Any] = {"dtype": torch.float32, "page_size": 4, "memory": "LBHNC", "kv_heads": 1}
-BASE |= {"group": 4, "head_dim": 16, "v_head_dim": 24, "sinks": True, "scales": True}
+BASE: dict[str, Any] = {"kv_heads": 1, "group": 4, "v_head_dim": 24, "sinks": True, "scales": True}
 LENGTHS = ((1, 30), (3, 17), (2, 2), (0, 5), (1, 1), (9, 40))
 CASES = (
-    Case(seed=1, format="fp32", lengths=LENGTHS, alibi=True, window=11, **BASE),
+    Case(seed=1, lengths=LENGTHS, alibi=True, window=11, **BASE),
     Case(seed=2, format="nvfp4", lengths=LENGTHS, speculative=3, drafts="mask", **BASE),
     Case(seed=3, format="fp8_e4m3", lengths=LENGTHS, causal=False, padding=3, **BASE),
     Case(seed=4, format="int8", lengths=(), **BASE),
-    Case(seed=5, format="fp32", lengths=((2, 9),), **{**BASE, "group": 3}),
+    Case(seed=5, lengths=((2, 9),), **{**BASE, "group": 3}),
 )
 
 
@@ -52,9 +51,7 @@ def check(rank: int, world: int, _: dist.FileStore) -> None:
             rank=rank, world=world, interleave=2, group=group, comm=comm, heads=heads
         )
         mine = on_rank(build(case), ranks)
-        out, lse = mine.run()
-        assert_close(out, mine.expected_out, 1e-5)
-        assert_close(lse, mine.expected_lse, 1e-5)
+        out, lse = mine.check()
         if heads == "all":
             same_bits(torch.cat([out.flatten(), lse.flatten()]), world)
         if comm == "a2a":

@@ -160,6 +160,21 @@ def test_mistakes(change, field, value, allowed):
     assert torch.equal(attn.run(plan, q, kv[0]), want)
 
 
+def test_pages_of_another_size_are_too_few():
+    larger = Batch.from_lengths([1], [30], [[3, 4]], page_size=4 * PAGE)
+    with pytest.raises(pageant.ArgumentError) as caught:
+        attention().plan(larger)
+    assert str(caught.value) == (
+        "batch.seq_lens[0] is 30; allowed: at most 8, for page_table is 2 wide, "
+        "and a page holds 4 tokens"
+    )
+
+
+def test_a_request_without_new_tokens_needs_no_pages():
+    idle = Batch.from_lengths([0, 3], [30, 3], [[], [5]], page_size=PAGE)
+    assert attention().plan(idle).split.num_prefill_tokens == 3
+
+
 def test_all_keys_together():
     lens = [40, 21]
     table = [list(range(10)), list(range(10, 20))]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.inputs import Case, assert_close, build
+from tests.inputs import Case, build
 from tests.reports.scene import each_kernel
 
 
@@ -17,14 +17,7 @@ def test_host_copies_that_differ(kernels, adaptive, speculative, drafts):
     """The host shares ten tokens out evenly, the device otherwise."""
     case = Case(
         seed=4,
-        dtype=torch.float32,
-        kv_heads=2,
-        group=2,
-        head_dim=16,
-        v_head_dim=16,
         format="fp8_e4m3",
-        page_size=4,
-        memory="LBHNC",
         lengths=((4, 20), (1, 9), (3, 13), (0, 30), (2, 33)),
         window=15,
         drafts=drafts,
@@ -41,6 +34,4 @@ def test_host_copies_that_differ(kernels, adaptive, speculative, drafts):
         seq_lens_cpu=torch.full((5,), 33, dtype=torch.int32),
         max_seq_len=100,
     )
-    out, lse = replace(problem, attn=attn, batch=told).run()
-    assert_close(out, problem.expected_out, 1e-5)
-    assert_close(lse, problem.expected_lse, 1e-5)
+    replace(problem, attn=attn, batch=told).check()

@@ -105,12 +105,15 @@ def test_ragged_masks(lens, kind, padding):
     assert torch.equal(unpack_mask(packed, width), torch.cat(want))
 
 
-def test_none_without_drafts():
+def test_none_where_no_decode_brings_drafts():
     attn = attention()
     for lens in ((1, 1, 1), (1, 0), (), (0, 0), (50, 3)):  # the last: prefills, in any order
         assert attn.plan(batch(*lens)).packed_draft_mask is None
     alone = attn.plan(batch(1, 1, draft_mask=torch.tensor([[True], [False]])))
     assert alone.packed_draft_mask.tolist() == [[1, 0], [0, 0]]
+    for lens in ((), (0, 0), (50, 3)):
+        mask = torch.ones(sum(lens), max(lens, default=0), dtype=torch.bool)
+        assert attn.plan(batch(*lens, draft_mask=mask)).packed_draft_mask is None
 
 
 def test_changes_in_place_are_seen():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pageant.cache.formats import FORMATS
-from tests.inputs import Case, assert_close, build
+from tests.inputs import Case, build
 from tests.reports.scene import assert_means, each_kernel, each_phase, scene
 
 TREE = torch.tensor([-1, 0, 0, 1], dtype=torch.int32)
@@ -56,14 +56,10 @@ def test_a_mask_changed_in_place(kernels):
 def test_trees_between_decodes_and_prefills(kernels, format, page_size, drafts, window):
     case = Case(
         seed=21,
-        dtype=torch.float32,
-        kv_heads=2,
-        group=2,
         head_dim=32,
         v_head_dim=32,
         format=format,
         page_size=page_size,
-        memory="LBHNC",
         lengths=((1, 18), (4, 21), (2, 2), (0, 0), (3, 40), (9, 30), (1, 5)),
         window=window,
         drafts=drafts,
@@ -72,6 +68,4 @@ def test_trees_between_decodes_and_prefills(kernels, format, page_size, drafts, 
     )
     problem = build(case, kernels)
     assert problem.attn.plan(problem.batch).split.num_prefills == 2
-    out, lse = problem.run()
-    assert_close(out, problem.expected_out, 1e-5)
-    assert_close(lse, problem.expected_lse, 1e-5)
+    problem.check()

@@ -16,7 +16,7 @@ from pageant.device import FAMILIES, Device
 from pageant.select.explain import explain
 from pageant.select.row import PHASES
 from pageant.select.rows import ROWS
-from tests.inputs import BOUNDS, Case, assert_close, build
+from tests.inputs import Case, build
 from tests.reports.scene import each_dtype
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -47,7 +47,7 @@ def test_served_or_refused_with_a_reason(family):
     for config in configs():
         verdict = pageant.supports(*config, family)
         assert verdict.ok == (verdict.reason is None) == (verdict.argument is None)
-        assert verdict.ok or "; " in verdict.reason
+        assert verdict.ok or "; would run " in verdict.reason
         verdicts.append(verdict.ok)
     assert any(verdicts)
     assert not all(verdicts)
@@ -118,13 +118,11 @@ def test_the_cpu_runs_what_it_serves(dtype, format):
     case = Case(
         seed=28,
         dtype=dtype,
-        kv_heads=2,
         group=3,
         head_dim=64,
         v_head_dim=64,
         format=format,
         page_size=16,
-        memory="LBHNC",
         lengths=((1, 70), (3, 20), (9, 33)),
         window=30,
         soft_cap=2.0,
@@ -132,7 +130,4 @@ def test_the_cpu_runs_what_it_serves(dtype, format):
         sinks=True,
         speculative=2,
     )
-    problem = build(case)
-    out, lse = problem.run()
-    assert_close(out, problem.expected_out, BOUNDS[dtype])
-    assert_close(lse, problem.expected_lse, BOUNDS[dtype])
+    build(case).check()

@@ -1,6 +1,7 @@
 import json
 from typing import Any
 
+from pageant.ranks import ContextParallel
 from pageant.select.explain import Explanation, explain, missing_in
 from pageant.select.row import Row
 from pageant.types import CacheSpec, Features, Options, Shape
@@ -120,6 +121,21 @@ def test_text_says_what_follows() -> None:
     lines = str(of_flashinfer("80", **options)).splitlines()
     assert "Tokens a page: 16, 32 or 64. Layouts: any." in lines
     assert "Requests of up to 1 new token are decodes." in lines
+
+
+def test_text_says_why_prefixes_are_not_shared() -> None:
+    ranks = ContextParallel(rank=0, world=2)
+    for features, options, reason in (
+        (Features(alibi=True), Options(context_parallel=ranks), "ALiBi on several ranks"),
+        (Features(), Options(invariant=True), "invariant mode"),
+        (Features(), Options(context_parallel=ranks), None),
+        (Features(alibi=True), Options(), None),
+        (Features(), Options(invariant=True, cascade=False), None),
+    ):
+        answer = explain(SHAPE, features=features, options=options)
+        said = [line for line in str(answer).splitlines() if line.startswith("Prefixes")]
+        assert said == ([f"Prefixes are not shared: {reason}."] if reason else [])
+        assert answer.shares_prefixes == (reason is None and options.cascade)
 
 
 def test_text_where_nothing_runs_says_which_devices_would() -> None:

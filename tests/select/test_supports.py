@@ -9,7 +9,7 @@ from pageant.select.choose import supports
 from pageant.select.explain import explain
 from pageant.select.row import PHASES
 from pageant.select.validate import check_config
-from pageant.types import Limits, Options, Support
+from pageant.types import CacheSpec, ContextParallel, Features, Limits, Options, Support
 from tests.select.configs import SHAPE, Config, configs, configs_and_mistakes, grid
 
 
@@ -52,6 +52,22 @@ def test_supports_agrees_with_construction_on_every_device(
         verdicts.append(supports(*config, family))
         assert verdicts[-1] == built(config)
     assert 0 < sum(map(bool, verdicts)) < len(verdicts)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_parts_cannot_be_quantised(world: int) -> None:
+    ranks = Options(context_parallel=ContextParallel(rank=0, world=world))
+    for formats, options, ok in (
+        (("fp8_e4m3",), ranks, False),
+        (("nvfp4", "fp8_e4m3"), ranks, False),
+        (("nvfp4", "model"), ranks, True),
+        (("fp8_e4m3",), Options(), True),
+    ):
+        config = (SHAPE, CacheSpec(), Features(out_formats=formats), options)
+        verdict = supports(*config, "cpu")
+        assert verdict == built(config)
+        assert verdict.ok == ok
+        assert ok or verdict.argument == "out_formats"
 
 
 @given(config=configs_and_mistakes())

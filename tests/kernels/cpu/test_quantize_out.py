@@ -316,14 +316,8 @@ def test_reference_with_every_feature() -> None:
 
 PLAIN = Case(
     seed=1,
-    dtype=torch.float32,
-    kv_heads=2,
-    group=2,
     head_dim=32,
     v_head_dim=48,
-    format="fp32",
-    page_size=4,
-    memory="LBHNC",
     lengths=((3, 9), (1, 6), (5, 5)),
     sinks=True,
     padding=3,

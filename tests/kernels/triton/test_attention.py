@@ -1,0 +1,100 @@
+"""Attention in Triton, interpreted: equal to the float64 reference on random cases.
+
+The interpreter computes bfloat16 wrongly, so cases are of the other types; a GPU runs them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+import pageant
+from pageant.device import Device
+from tests.inputs import BOUNDS, Case, assert_close, build, cases
+
+FEW_SHARES = replace(Device.of("sm80"), num_sms=2)
+
+
+@pytest.fixture(autouse=True)
+def _pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The CPU passes for an A100 of two multiprocessors: its kernels are chosen, and interpreted."""
+    monkeypatch.setattr(Device, "detect", lambda _device: FEW_SHARES)
+    yield
+
+
+def prove(dtype: torch.dtype, max_len: int, examples: int) -> None:
+    served = []
+
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
+    @given(cases(dtype, max_len=max_len))
+    def equal(case: Case) -> None:
+        problem = build(case)
+        names = [row.name for row in problem.attn.explain().rows.values()]
+        if names != ["triton.prefill", "triton.decode"]:
+            return
+        out, lse = problem.run()
+        assert_close(out, problem.expected_out, BOUNDS[case.dtype])
+        assert_close(lse, problem.expected_lse, BOUNDS[case.dtype])
+        served.append(case.count_features() >= 3)
+
+    equal()
+    assert sum(served) >= len(served) / 2 > examples / 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_small(dtype: torch.dtype) -> None:
+    prove(dtype, 70, 60)
+
+
+def test_over_several_blocks_and_shares() -> None:
+    prove(torch.float16, 700, 20)
+
+
+def test_invariant_mode_ignores_the_batch() -> None:
+    """A request alone, in a batch, and in chunks: the same bits."""
+    torch.manual_seed(0)
+    attn = pageant.Attention(
+        pageant.Shape(num_q_heads=4, num_kv_heads=2, head_dim=32, dtype=torch.float16),
+        pageant.CacheSpec(page_size=16),
+        pageant.Limits(max_requests=4, max_tokens=64, max_seq_len=256),
+        options=pageant.Options(invariant=True),
+    )
+    kv = attn.new_cache(num_layers=1, num_pages=24)
+    q = torch.randn(30, 4, 32).half()
+    k, v = (torch.randn(30, 2, 32).half() for _ in "kv")
+    whole = pageant.Batch.from_lengths([30], [150], [list(range(10))], page_size=16)
+    for view in (kv[0].k, kv[0].v):
+        view.copy_(torch.randn(view.shape))
+    plan = attn.plan(whole)
+    attn.write(plan, kv[0], k, v)
+    want = attn.run(plan, q, kv[0])
+    pages = [list(range(10)), [11, 12]]
+    chunk = pageant.Batch.from_lengths([7, 1], [127, 20], pages, page_size=16)
+    rows = torch.cat([q[:7], q[:1]])
+    assert torch.equal(attn.run(attn.plan(chunk), rows, kv[0])[:7], want[:7])
+    last = pageant.Batch.from_lengths([1], [150], pages[:1], page_size=16)
+    assert torch.equal(attn.run(attn.plan(last), q[-1:], kv[0])[0], want[-1])
+
+
+def test_lengths_on_the_device_are_kept_within_the_limits() -> None:
+    """What the host cannot see cannot make a kernel read past a buffer."""
+    attn = pageant.Attention(
+        pageant.Shape(num_q_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32),
+        pageant.CacheSpec(page_size=4),
+        pageant.Limits(max_requests=4, max_tokens=8, max_seq_len=16),
+    )
+    kv = attn.new_cache(num_layers=1, num_pages=4)
+    batch = pageant.Batch.from_lengths([1, 1], [5, 9], [[0, 1, 0, 0], [1, 2, 3, 0]], page_size=4)
+    plan = attn.plan(batch)
+    batch.seq_lens[:] = torch.tensor([-3, 1 << 30])
+    batch.query_start_loc[:] = torch.tensor([0, 1, 1 << 30])
+    attn.update(plan)
+    assert plan.buffers.batch.key_lens.tolist() == [0, 16]
+    assert plan.buffers.batch.query_start_loc.tolist() == [0, 1, 2]
+    attn.run(plan, torch.zeros(2, 2, 16), kv[0])
+    with pytest.raises(pageant.ArgumentError, match="query_start_loc"):
+        plan.check()
