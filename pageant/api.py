@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from pageant.cache.formats import resolve
@@ -10,12 +12,11 @@ from pageant.cache.pages import LayerCache, PagedCache, layout_for
 from pageant.cache.scales import check_scale
 from pageant.cache.wrap import wrap
 from pageant.device import Device
-from pageant.kernels.launch import kernels_beside, launch, never_compiled
+from pageant.kernels.launch import launch, never_compiled
 from pageant.parallel import run as parallel
 from pageant.plan.batch import Batch
 from pageant.plan.build import Plan, planner_of
 from pageant.plan.inputs import (
-    LayerParams,
     check_cache,
     check_cache_writable,
     check_new_rows,
@@ -27,6 +28,7 @@ from pageant.plan.inputs import (
 )
 from pageant.plan.outputs import check_output, new_lse, new_out, zeroed
 from pageant.select.bounds import is_whole, require_whole
+from pageant.select.choose import load_stores
 from pageant.select.explain import Explanation, explain
 from pageant.select.validate import check_config, check_limits, require
 from pageant.types import CacheSpec, Features, Layer, Limits, Options, Shape, bad
@@ -86,10 +88,10 @@ class Attention:
         require(self._explanation.support)
         require(check_limits(self.limits))
         self.format = resolve(self.cache.format, shape.dtype)
-        row = self._explanation.rows["decode"]
-        planner = planner_of(row)
-        self._planner = planner(shape, self.limits, *parts, self.device, self._explanation)
-        self._write, self._quantize = kernels_beside(row)
+        row, chosen = self._explanation.rows["decode"], (self.device, self._explanation)
+        self._planner = planner_of(row)(shape, self.limits, *parts, *chosen)
+        self._write, self._quantize = load_stores(row)
+        self._resolve = partial(resolve_layer, on_device=self._planner.on_device)
 
     def explain(self) -> Explanation:
         """Which kernel serves each phase, and why each earlier one was refused."""
@@ -218,7 +220,7 @@ class Attention:
             raise bad("return_lse", return_lse, "False, unless Features(lse=True) is declared")
         if plan is None and cache is None:
             check_query(q, self.shape, 0, self.device)
-            params = self._resolve(layer, q)
+            params = self._resolve(layer, self.features, self.shape, self.format, q)
             check_unpaged(k, v, self.shape, None, self.device)
             out = zeroed(out, out_scales, q, self.shape, params)
             return (out, new_lse(q)) if return_lse else out
@@ -226,7 +228,7 @@ class Attention:
         cache = check_cache(cache, self.shape, self.cache, self.format, self.device)
         plan.buffers.pages.check(cache.num_pages)
         check_query(q, self.shape, plan.batch.num_tokens, self.device)
-        params = self._resolve(layer, q)
+        params = self._resolve(layer, self.features, self.shape, self.format, q)
         check_unpaged(k, v, self.shape, plan.batch, self.device)
         check_output(out, out_scales, q, cache, params, self.shape, plan.batch.num_tokens)
         if out is None:
@@ -242,13 +244,8 @@ class Attention:
             params = params if self._ranks is None else partial_params(params, return_lse)
             launch(kernels, plan, q, cache, params, rows, lse)
         if params.out_format != "model":
-            self._quantize(rows[:real], out, out_scales, params)
+            ends = plan.buffers.batch.query_start_loc[-1:]
+            self._quantize(rows[:real], out, out_scales, params, ends)
         elif rows is not out:
             out[:real] = rows
         return out if lse is None else (out, lse)
-
-    def _resolve(self, layer: Layer, q: torch.Tensor) -> LayerParams:
-        on_device = self._planner.on_device
-        return resolve_layer(
-            layer, self.features, self.shape, self.format, q, on_device=on_device
-        )

@@ -167,17 +167,14 @@ class Problem:
             if view is not None:
                 view.copy_(stored)
         batch, layer = (_moved(part, device) for part in (self.batch, self.layer))
-        return replace(
-            self, attn=attn, cache=cache, batch=batch, layer=layer, q=self.q.to(device)
-        )
+        return replace(self, attn=attn, cache=cache, batch=batch, layer=layer, q=self.q.to(device))
 
 
 def _moved(fields: Any, device: str) -> Any:
     tensors = {
         field.name: getattr(fields, field.name).to(device)
         for field in dataclasses.fields(fields)
-        if isinstance(getattr(fields, field.name), torch.Tensor)
-        and not field.name.endswith("_cpu")
+        if isinstance(getattr(fields, field.name), torch.Tensor) and not field.name.endswith("_cpu")
     }
     return replace(fields, **tensors)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from pageant.cache.pages import LayerCache
 from pageant.plan.buffers import Workspace
 from pageant.plan.inputs import LayerParams
-from pageant.plan.work import WorkList
 from pageant.ranks import ALONE, ContextParallel
 
 
@@ -30,7 +30,7 @@ class AttentionCall:
         causal: for all requests, or bool [R].
         draft_mask: bool [T, M]; column c is key n - m + c of the row's request; or None.
         params: scale, window, cap, sinks, slopes.
-        work: which rows and keys, in which shares.
+        work: which rows and keys, in which shares: a WorkList, or on a GPU a DeviceWork.
         workspace: room for partial results.
     """
 
@@ -44,6 +44,6 @@ class AttentionCall:
     causal: bool | torch.Tensor
     draft_mask: torch.Tensor | None
     params: LayerParams
-    work: WorkList
+    work: Any
     workspace: Workspace
     shard: ContextParallel = ALONE

@@ -11,11 +11,9 @@ import torch
 from pageant.cache.pages import LayerCache
 from pageant.kernels.call import AttentionCall
 from pageant.plan.build import Plan
-from pageant.plan.copies import DeviceWrites
 from pageant.plan.inputs import LayerParams
 from pageant.select.choose import load, load_shared
 from pageant.select.rows import Row
-from pageant.types import Scalar
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -75,23 +73,3 @@ def launch(
             if phase == "decode" and params.window in buffers.shared:
                 load_shared(row)(load(row), buffers.shared[params.window], call)
             load(row)(call)
-
-
-def kernels_beside(row: Row) -> tuple[Callable[..., None], Callable[..., None]]:
-    """What writes pages and what quantises outputs where the decode kernel of `row` runs."""
-    if not row.is_planned_on_device:
-        from pageant.kernels.cpu import quantize_out, write_pages
-
-        return write_pages.write_pages, quantize_out.quantize_out
-    from pageant.kernels.triton import quantize_out, write_pages
-
-    def write(
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: LayerCache,
-        writes: DeviceWrites,
-        scales: tuple[Scalar, Scalar],
-    ) -> None:
-        write_pages.write_pages(k, v, cache, writes.slots, scales)
-
-    return write, quantize_out.quantize_out

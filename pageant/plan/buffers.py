@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
-from pageant.plan.copies import BatchCopy, CopyMemory
+from pageant.plan.copies import BatchCopy
 from pageant.plan.pages import PageUse
 from pageant.plan.prefix import LEVELS
 from pageant.plan.shared import TILE_ROWS, SharedWork
@@ -44,9 +45,9 @@ class PlanBuffers:
     """One plan slot: what planning writes and running reads.
 
     Attributes:
-        work: a work list for each (phase, window).
+        work: a WorkList for each (phase, window), or a DeviceWork.
         shared: the work of shared prefixes for each window that has any.
-        memory: where the copy lies.
+        memory: where the copy lies: CopyMemory, or DeviceMemory.
         generation: of the plan that owns the slot now.
         split: how many requests decode.
         real_tokens: tokens without padding; on a GPU all of them, as the host cannot tell.
@@ -56,8 +57,8 @@ class PlanBuffers:
         packed: the decodes' draft mask in words, once somebody asked for it.
     """
 
-    work: dict[tuple[str, int | None], WorkList]
-    memory: CopyMemory
+    work: dict[tuple[str, int | None], Any]
+    memory: Any
     shared: dict[int | None, SharedWork] = field(default_factory=dict)
     generation: int = -1
     split: Split = Split(0, 0, 0, 0)

@@ -12,10 +12,9 @@ from pageant.plan.buffers import PlanBuffers, Workspace
 from pageant.plan.build import Plan, Planner
 from pageant.plan.copies import BatchCopy, DeviceWrites
 from pageant.plan.mistakes import check_host
+from pageant.plan.on_device import ITEM, JOIN, Cut, draw_trees, plan_step
 from pageant.plan.pages import PageUse
-from pageant.plan.on_device import ITEM, JOIN, draw_trees, plan_step
 from pageant.plan.tiles import Tile, tile_for
-from pageant.plan.work import WorkList
 from pageant.select.row import PHASES, Phase
 from pageant.types import Shape
 
@@ -97,7 +96,7 @@ class DevicePlanner(Planner):
                 shares=self._new((len(windows), shares, 2), torch.int32),
                 joins=self._new((len(windows), shares, JOIN.value), torch.int32),
             )
-            work: dict[tuple[str, int | None], WorkList | DeviceWork] = {}
+            work: dict[tuple[str, int | None], DeviceWork] = {}
             for index, window in enumerate(windows):
                 arrays = (memory.items[index], memory.shares[index], memory.joins[index])
                 work["decode", window] = DeviceWork(tile, *arrays, self.threshold)
@@ -156,12 +155,14 @@ class DevicePlanner(Planner):
             self.threshold,
             (self.shard.rank, self.shard.interleave),
             self.capacity,
-            tile.tokens,
-            self.units,
-            tile.block,
-            self.shard.world,
-            self.options.debug_splits or 0,
-            LEAST_BLOCKS,
+            Cut(
+                tokens=tile.tokens,
+                block=tile.block,
+                units=self.units,
+                world=self.shard.world,
+                splits=self.options.debug_splits or 0,
+                least=LEAST_BLOCKS,
+            ),
             num_warps=1,
         )
         decodes = batch.max_query_len <= self.threshold
@@ -173,8 +174,8 @@ class DevicePlanner(Planner):
             )
         buffers.real_tokens, buffers.pages = batch.num_tokens, PageUse()
         host = batch.query_start_loc_cpu
-        sure = host is not None and not self.options.adaptive
-        buffers.known_tokens = int(host[-1]) if sure else 0
+        sure = not self.options.adaptive
+        buffers.known_tokens = int(host[-1]) if host is not None and sure else 0
         slots = batch.slot_mapping
         buffers.packed = None
         buffers.copy = BatchCopy(
@@ -182,16 +183,15 @@ class DevicePlanner(Planner):
             memory.lens[:requests],
             batch.page_table,
             batch.causal if batch.encoder_seq_lens is None else False,
-            self._mask(buffers, batch),
+            self._mask(buffers.memory, batch),
             None if slots is None else DeviceWrites(slots, slots.shape[0]),
         )
 
-    def _mask(self, buffers: PlanBuffers, batch: Batch) -> torch.Tensor | None:
+    def _mask(self, memory: DeviceMemory, batch: Batch) -> torch.Tensor | None:
         """The draft mask, drawn first if the batch has parents."""
         if batch.draft_parents is None or batch.num_requests == 0:
             return batch.draft_mask
         rows, width = batch.draft_parents.shape[0], batch.max_query_len
-        memory = buffers.memory
         if memory.tree is None or memory.tree.numel() < rows * width:
             memory.tree = self._new((rows * width,), torch.bool)
         mask = memory.tree[: rows * width].view(rows, width)

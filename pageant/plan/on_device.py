@@ -8,6 +8,8 @@ tiles are found from the first tokens of the requests.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
@@ -15,6 +17,26 @@ REQUEST, UNIT, BEGIN, END, PARTIAL = (tl.constexpr(column) for column in range(5
 ITEM = tl.constexpr(5)  # int32 numbers an item
 JOIN = tl.constexpr(3)
 MANY = tl.constexpr(256)  # requests looked at together
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How decodes are cut.
+
+    Attributes:
+        tokens, block: of a tile: new tokens, and keys at a time.
+        units: tiles that a tile's tokens are spread over.
+        world: ranks that share the keys.
+        splits: parts each tile is cut into; 0 cuts by work.
+        least: blocks of a share, where there is enough for fewer shares.
+    """
+
+    tokens: int
+    block: int
+    units: int
+    world: int
+    splits: int
+    least: int
 
 
 @triton.jit
@@ -43,24 +65,23 @@ def _request(starts, lens, request, live, bounds):
 
 @triton.jit
 def _work(
-    starts, lens, request, live, bounds, threshold, window, shard,
-    TOKENS: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, WORLD: tl.constexpr,
+    starts, lens, request, live, rule, C: tl.constexpr,
 ):  # fmt: skip
     """Decode's tiles of each request, the first block they see, and how many (at least one)."""
-    start, m, n = _request(starts, lens, request, live, bounds)
+    bounds, threshold, window, shard = rule
+    _start, m, n = _request(starts, lens, request, live, bounds)
     decodes = live & (m > 0) & (m <= threshold)
-    units = tl.where(decodes, (m + TOKENS - 1) // TOKENS * UNITS, 0)
+    units = tl.where(decodes, (m + C.tokens - 1) // C.tokens * C.units, 0)
     low = tl.where(window > 0, tl.minimum(tl.maximum(n - m - window + 1, 0), n), 0)
-    first = held(low, shard, WORLD) // BLOCK
-    blocks = (held(n, shard, WORLD) + BLOCK - 1) // BLOCK - first
+    first = held(low, shard, C.world) // C.block
+    blocks = (held(n, shard, C.world) + C.block - 1) // C.block - first
     return units, first, tl.maximum(blocks, 1)
 
 
 @triton.jit(do_not_specialize=["num_requests", "bounds"])
 def plan_step(
     starts, lens, own_starts, own_lens, items, shares, joins, windows, num_requests, bounds,
-    threshold, shard, capacity, TOKENS: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr,
-    WORLD: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+    threshold, shard, capacity, C: tl.constexpr,
 ):  # fmt: skip
     """Program (g, w) plans share g of window w; those of window 0 also copy the lengths.
 
@@ -78,15 +99,12 @@ def plan_step(
         threshold: most new tokens of a decode.
         shard: rank and interleave.
         capacity: items of a window.
-        TOKENS, BLOCK: of decode's tiles.
-        UNITS: tiles a token is spread over.
-        WORLD: ranks.
-        SPLITS: parts each tile is cut into; 0 cuts by work.
-        LEAST: blocks of a share, where there is enough for fewer shares.
+        C: how decodes are cut.
     """
     g = tl.program_id(0)
     w = tl.program_id(1)
-    window = tl.load(windows + w)
+    SPLITS: tl.constexpr = C.splits
+    rule = (bounds, threshold, tl.load(windows + w), shard)
     if w == 0:
         for first in range(g * MANY, num_requests + 1, tl.num_programs(0) * MANY):
             request = first + tl.arange(0, MANY)
@@ -100,7 +118,7 @@ def plan_step(
     num_units = tl.zeros([1], tl.int64)
     for first in range(0, num_requests, MANY):
         request = first + tl.arange(0, MANY)
-        units, _, blocks = _work(starts, lens, request, request < num_requests, bounds, threshold, window, shard, TOKENS, UNITS, BLOCK, WORLD)  # fmt: skip
+        units, _, blocks = _work(starts, lens, request, request < num_requests, rule, C)
         num_blocks += tl.sum(units.to(tl.int64) * blocks, 0)
         num_units += tl.sum(units.to(tl.int64), 0)
     all_blocks = tl.sum(num_blocks, 0)
@@ -111,7 +129,7 @@ def plan_step(
         begin = g.to(tl.int64) // SPLITS
         end = begin + 1
     else:
-        used = tl.minimum(programs, tl.maximum((all_blocks + LEAST - 1) // LEAST, 1))
+        used = tl.minimum(programs, tl.maximum((all_blocks + C.least - 1) // C.least, 1))
         begin = g * all_blocks // used
         end = (g + 1) * all_blocks // used
     share_at = shares + (w * programs + g) * 2
@@ -132,7 +150,7 @@ def plan_step(
         for first in range(0, num_requests, MANY):
             request = first + tl.arange(0, MANY)
             live = request < num_requests
-            units, _, blocks = _work(starts, lens, request, live, bounds, threshold, window, shard, TOKENS, UNITS, BLOCK, WORLD)  # fmt: skip
+            units, _, blocks = _work(starts, lens, request, live, rule, C)
             units = units.to(tl.int64)
             size = units * (1 if SPLITS > 0 else blocks)
             after = base + tl.cumsum(size, 0)
@@ -149,7 +167,7 @@ def plan_step(
         r = tl.sum(before, 0).to(tl.int32)
         skipped = begin - tl.sum(done, 0)
         units_done = tl.sum(units_before, 0)
-        units, first_block, blocks = _work(starts, lens, r, True, bounds, threshold, window, shard, TOKENS, UNITS, BLOCK, WORLD)  # fmt: skip
+        units, first_block, blocks = _work(starts, lens, r, True, rule, C)
         if SPLITS > 0:
             part = g % SPLITS
             item_at = items + (w * capacity + g) * ITEM
@@ -199,10 +217,10 @@ def plan_step(
                 if (unit == units) & (k + 1 < count):
                     unit = 0
                     r += 1
-                    units, first_block, blocks = _work(starts, lens, r, True, bounds, threshold, window, shard, TOKENS, UNITS, BLOCK, WORLD)  # fmt: skip
+                    units, first_block, blocks = _work(starts, lens, r, True, rule, C)
                     while units == 0:
                         r += 1
-                        units, first_block, blocks = _work(starts, lens, r, True, bounds, threshold, window, shard, TOKENS, UNITS, BLOCK, WORLD)  # fmt: skip
+                        units, first_block, blocks = _work(starts, lens, r, True, rule, C)
 
 
 @triton.jit(do_not_specialize=["stride", "width"])

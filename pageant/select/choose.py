@@ -28,6 +28,15 @@ from pageant.types import ArgumentError, CacheSpec, Features, Options, Shape, Su
 
 Missing = Callable[[Row], str | None]
 
+STORES = (
+    "pageant.kernels.cpu.write_pages:write_pages",
+    "pageant.kernels.cpu.quantize_out:quantize_out",
+)
+STORES_ON_DEVICE = (
+    "pageant.kernels.triton.write_pages:write_planned",
+    "pageant.kernels.triton.quantize_out:quantize_out",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -183,6 +192,12 @@ def load(row: Row) -> Callable[..., None]:
 def load_shared(row: Row) -> Callable[..., None]:
     """What computes shared prefixes for the row's kernel."""
     return _load(row.shared_kernel)
+
+
+def load_stores(row: Row) -> tuple[Callable[..., None], Callable[..., None]]:
+    """What writes pages and what quantises outputs where the row's kernel runs."""
+    write, quantize = STORES_ON_DEVICE if row.is_planned_on_device else STORES
+    return _load(write), _load(quantize)
 
 
 def _load(place: str) -> Callable[..., None]:

@@ -26,7 +26,11 @@ MANY = 1 << 20  # elements of all rows, from which on threads are
 
 
 def quantize_out(
-    rows: torch.Tensor, out: torch.Tensor, scales: OutScales | None, params: LayerParams
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    scales: OutScales | None,
+    params: LayerParams,
+    end: torch.Tensor | None = None,
 ) -> None:
     """Write rows as params.out_format stores them; rows of `out` and `scales` past them stay.
 
@@ -35,7 +39,9 @@ def quantize_out(
         out: float8_e4m3fn [>= T, Hq, Dv], or uint8 [>= T, Hq, Dv / 2] for nvfp4.
         scales: of nvfp4, e4m3 [>= T, Hq * Dv / 16] or swizzled; None for fp8.
         params: out_format and out_scale.
+        end: int32 [1], how many of the rows are no padding; None: all.
     """
+    rows = rows if end is None else rows[: int(end)]
     piece_size = PIECE if rows.numel() < MANY else SHARED_PIECE
     step = max(1, piece_size // max(1, rows[:1].numel()))
     for first in range(0, rows.shape[0], step):

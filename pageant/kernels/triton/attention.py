@@ -21,7 +21,7 @@ from pageant.cache.pages import Side
 from pageant.kernels.call import AttentionCall
 from pageant.kernels.triton import attention_tile as tiles
 from pageant.kernels.triton.attention_tile import Variant, attend, blocks_of, finish
-from pageant.kernels.triton.widen import kind_of
+from pageant.kernels.triton.common.widen import kind_of
 from pageant.plan.device_plan import DeviceWork
 from pageant.plan.on_device import BEGIN, END, ITEM, JOIN, PARTIAL, REQUEST, UNIT
 from pageant.plan.tiles import Tile, operand_dtype, power_of_2
@@ -40,8 +40,8 @@ def _place(unit, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def _decode(
-    work, q, starts, lens, pages, sides, causal, masks, slopes, sinks, numbers, factors, value_scale,
-    shard, out_to, lse_to, parts, C: tl.constexpr,
+    work, q, starts, lens, pages, sides, causal, masks, slopes, sinks, numbers, factors,
+    value_scale, shard, out_to, lse_to, parts, C: tl.constexpr,
 ):  # fmt: skip
     """Program g walks share g: items, shares; see `plan_step` and `attend`."""
     items, shares = work
@@ -61,7 +61,8 @@ def _decode(
         )  # fmt: skip
         if partial < 0:
             finish(
-                out, lse, token, query_head, exists, sinks, value_scale, factors[2], out_to, lse_to, C
+                out, lse, token, query_head, exists, sinks, value_scale, factors[2], out_to,
+                lse_to, C,
             )  # fmt: skip
         else:
             ROWS: tl.constexpr = C.rows
@@ -74,9 +75,7 @@ def _decode(
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _join(
-    work, starts, sinks, factors, value_scale, out_to, lse_to, parts, C: tl.constexpr
-):
+def _join(work, starts, sinks, factors, value_scale, out_to, lse_to, parts, C: tl.constexpr):
     """Program g joins the parts of the tile that share g continues, if it is the first to."""
     items, joins = work
     part_out, part_lse = parts
@@ -118,8 +117,8 @@ def _join(
         lse = tl.where(peak == float("-inf"), peak, peak + tl.log2(total))
         token = (start + own).to(tl.int64)
         finish(
-            out, lse, token, head * C.group + within, exists, sinks, value_scale, factors[2], out_to,
-            lse_to, C,
+            out, lse, token, head * C.group + within, exists, sinks, value_scale, factors[2],
+            out_to, lse_to, C,
         )  # fmt: skip
 
 
@@ -155,8 +154,7 @@ def _prefill(
 
 def run_decode(call: AttentionCall) -> None:
     """Attend to the rows of the requests that decode."""
-    work = call.work
-    assert isinstance(work, DeviceWork)
+    work: DeviceWork = call.work
     tile, shared, variant = _arguments(call, work.tile, in_parts=False)
     parts = (call.workspace.partial_out, call.workspace.partial_lse)
     grid = (work.shares.shape[0],)
@@ -170,8 +168,7 @@ def run_decode(call: AttentionCall) -> None:
 
 def run_prefill(call: AttentionCall) -> None:
     """Attend to the rows of the requests that do not decode."""
-    work = call.work
-    assert isinstance(work, DeviceWork)
+    work: DeviceWork = call.work
     tile, shared, variant = _arguments(call, work.tile, in_parts=True)
     requests = len(call.key_lens)
     units = variant.kv_heads * -(-variant.group // variant.heads)

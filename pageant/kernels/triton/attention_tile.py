@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from pageant.kernels.triton.widen import E2M1, widen, widen_blocks
+from pageant.kernels.triton.common.widen import E2M1, widen, widen_blocks
 from pageant.plan.on_device import held
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -166,11 +166,10 @@ def _pages_of(
             page = tl.load(table + here // PAGE, mask=is_live, other=0)
         else:
             page = tl.load(table + here // PAGE)
+    elif MASKED:
+        page = tl.load(table + key // PAGE, mask=live, other=0)
     else:
-        if MASKED:
-            page = tl.load(table + key // PAGE, mask=live, other=0)
-        else:
-            page = tl.load(table + key // PAGE)
+        page = tl.load(table + key // PAGE)
     return page.to(tl.int64)
 
 

@@ -51,6 +51,7 @@ def quantize_kernel(
     scales_token,
     scales_block,
     out_scale,
+    end,
     num_tokens,
     start_row,
     D: tl.constexpr,
@@ -64,13 +65,15 @@ def quantize_kernel(
 ):
     """Grid: ceil(T * HEADS / rows a program). Pointers to bytes are to uint8; strides in elements.
 
-    out_scale is a number, a pointer, or None for 1; TOP is 0 for fp8; TILES is how many tiles of
-    scales lie side by side, 0 for linear scales.
+    out_scale is a number, a pointer, or None for 1; end points to the number of rows that count, or
+    is None; TOP is 0 for fp8; TILES is how many tiles of scales lie side by side, 0 for linear.
     """
     WIDTH: tl.constexpr = triton.next_power_of_2(D)
     ROWS: tl.constexpr = PROGRAM // WIDTH
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
+    if end is not None:
+        num_tokens = tl.minimum(num_tokens, tl.load(end))
     is_row = (token < num_tokens)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
     values = tl.load(
@@ -112,7 +115,11 @@ def _in_tiles(row, block, TILES: tl.constexpr):
 
 
 def quantize_out(
-    rows: torch.Tensor, out: torch.Tensor, scales: OutScales | None, params: LayerParams
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    scales: OutScales | None,
+    params: LayerParams,
+    end: torch.Tensor | None = None,
 ) -> None:
     """Write rows as params.out_format stores them; rows of `out` and `scales` past them stay.
 
@@ -123,6 +130,7 @@ def quantize_out(
         out: float8_e4m3fn [>= T, Hq, Dv], or uint8 [>= T, Hq, Dv / 2] for nvfp4; any strides.
         scales: of nvfp4, e4m3 [>= T, Hq * Dv / 16] or swizzled; None for fp8.
         params: out_format and out_scale.
+        end: int32 [1] on the device, how many of the rows are no padding; None: all.
     """
     num_tokens, heads, dim = rows.shape
     if num_tokens == 0:
@@ -143,6 +151,7 @@ def quantize_out(
         scales,
         *((0, 0) if scales is None else scales.stride()),
         kernel_scale(params.out_scale),
+        end,
         num_tokens,
         start_row,
         D=dim,

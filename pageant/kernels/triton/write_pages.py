@@ -27,6 +27,7 @@ from pageant.kernels.triton.common.encode import (
     to_bf16,
 )
 from pageant.kernels.triton.common.scalars import kernel_scale
+from pageant.plan.copies import DeviceWrites
 from pageant.types import Scalar
 
 TILE = 2048  # elements a program: 16 a thread, one block of nvfp4
@@ -278,6 +279,17 @@ def write_pages(
         SWIZZLED=values.is_swizzled,
         **options(cache.format.name),
     )
+
+
+def write_planned(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: LayerCache,
+    writes: DeviceWrites,
+    scales: tuple[Scalar, Scalar],
+) -> None:
+    """Store the new tokens of a plan."""
+    write_pages(k, v, cache, writes.slots, scales)
 
 
 @functools.cache

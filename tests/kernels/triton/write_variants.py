@@ -108,7 +108,7 @@ def _quantize(format: str, dim: int, scale: str | None, tiles: int = 0) -> Varia
     else:
         constants |= {"scales": None}
     divisible = list(signature)
-    signature |= {"scales_token": "i32", "num_tokens": "i32", "start_row": "i32"}
+    signature |= {"scales_token": "i32", "num_tokens": "i32", "start_row": "i32", "end": "*i32"}
     if scale is None:
         constants |= {"out_scale": None}
     else:

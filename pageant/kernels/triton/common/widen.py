@@ -23,9 +23,9 @@ def kind_of(fmt: Format) -> int:
     [0, 1, 3, 4]
     """
     if fmt.bits > 8:
-        return PLAIN.value
+        return int(PLAIN.value)
     by_exponent = {4: E4M3, 5: E5M2, 0: INTEGER, 2: E2M1}
-    return by_exponent[fmt.exponent_bits].value
+    return int(by_exponent[fmt.exponent_bits].value)
 
 
 @triton.jit
