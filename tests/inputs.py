@@ -155,6 +155,13 @@ class Problem:
         assert (out[real:] == 77.0).all(), "rows past the real tokens were written"
         return out[:real].cpu(), lse[:real].cpu()
 
+    def check(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run, and compare with the right answer, to the accuracy of the model's dtype."""
+        out, lse = self.run()
+        assert_close(out, self.expected_out, BOUNDS[self.case.dtype])
+        assert_close(lse, self.expected_lse, BOUNDS[self.case.dtype])
+        return out, lse
+
     def on(self, device: str) -> Problem:
         """The same problem on another device."""
         mine = self.attn
@@ -177,13 +184,6 @@ def _moved(fields: Any, device: str) -> Any:
         if isinstance(getattr(fields, field.name), torch.Tensor) and not field.name.endswith("_cpu")
     }
     return replace(fields, **tensors)
-
-    def check(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run, and compare with the right answer, to the accuracy of the model's dtype."""
-        out, lse = self.run()
-        assert_close(out, self.expected_out, BOUNDS[self.case.dtype])
-        assert_close(lse, self.expected_lse, BOUNDS[self.case.dtype])
-        return out, lse
 
 
 def build(case: Case, kernels: str = "auto") -> Problem:

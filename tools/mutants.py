@@ -64,8 +64,8 @@ MUTANTS = (
     Mutant(
         "scales: k_scale and v_scale swapped on reading",
         "plan/inputs.py",
-        "value = float(layer.v_scale)",
-        "value = float(layer.k_scale)",
+        "value, value_factor = _split(layer.v_scale, on_device)",
+        "value, value_factor = _split(layer.k_scale, on_device)",
     ),
     Mutant(
         "drafts: a tree forgets the token itself",

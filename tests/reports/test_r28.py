@@ -70,8 +70,9 @@ def test_own_kernels_are_the_same_everywhere(family):
         quantised = FORMATS.get(config[1].format)
         if shape.dtype == torch.float32 and family != "cpu" and quantised is not None:
             refused = quantised.quantized
+        refused |= family == "sm75" and max(shape.head_dim, shape.value_dim) > 256
         if refused:
-            assert answer.support.argument in ("dtype", "cache"), config
+            assert answer.support.argument in ("dtype", "cache", "head_dim"), config
         else:
             assert answer.support.ok, answer.support
             assert {row.owner for row in answer.rows.values()} == {"pageant"}

@@ -83,7 +83,12 @@ def test_supports_agrees_with_construction_of_anything(config: Config) -> None:
         (Options(kernels="flashinfer"), "cpu", "sm", "flashinfer.native serves no device of this"),
         (Options(kernels="cpu.prefill"), "sm90", "sm", "cpu.prefill serves no device of this"),
         (Options(kernels="cpu.decode"), "sm90", "sm", "no decode kernel: cpu.decode"),
-        (Options(invariant=True), "sm90", "invariant", "reference.attention serves no invariant"),
+        (
+            Options(invariant=True, kernels="reference"),
+            "sm90",
+            "invariant",
+            "reference.attention serves no invariant",
+        ),
     ],
 )
 def test_reason_is_that_of_the_row_that_came_closest(
