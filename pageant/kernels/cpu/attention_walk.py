@@ -282,90 +282,100 @@ def _gather_scales(stored, places, count, factors):
             at += stride
 
 
-@intrinsic
-def _dot_pair(
-    context: Any, q: Any, r: Any, block: Any, padded: Any, scores: Any, at: Any
-) -> tuple[Any, Any]:
-    """scores[r], scores[r + 1] from `at` on = q[r], q[r + 1] times BLOCK rows of `block`.
+def _dots(num_rows: int) -> Any:
+    """A function of num_rows rows from q[r] on: their scores from `at` on with BLOCK rows of keys.
 
-    A sum of LANES lanes for each of the eight; halves of pairs of them are added until all eight
-    are lanes of one vector, in a third of the steps of one at a time.
+    A sum of LANES lanes for each score; halves of pairs of them are added until all are lanes of
+    one vector, in a third of the steps of one at a time.
     """
 
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        def halve(first: Any, second: Any, n: int) -> Any:
-            """Sums of n lanes, side by side in two vectors, as sums of n / 2 lanes in one."""
-            low = [lane for lane in range(2 * first.type.count) if lane % n < n // 2]
-            high = [lane + n // 2 for lane in low]
-            return builder.fadd(
-                _pick(builder, first, second, low), _pick(builder, first, second, high)
-            )
+    def dots(
+        context: Any, q: Any, r: Any, block: Any, padded: Any, scores: Any, at: Any
+    ) -> tuple[Any, Any]:
+        def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            def halve(first: Any, second: Any, n: int) -> Any:
+                """Sums of n lanes, side by side in two vectors, as sums of n / 2 lanes in one."""
+                low = [lane for lane in range(2 * first.type.count) if lane % n < n // 2]
+                high = [lane + n // 2 for lane in low]
+                return builder.fadd(
+                    _pick(builder, first, second, low), _pick(builder, first, second, high)
+                )
 
-        pointer = _pointers(context, builder, signature, values)
-        whole, size = ir.IntType(64), values[3]
-        rows = (values[1], builder.add(values[1], whole(1)))
-        slots = [
-            cgutils.alloca_once_value(builder, _VECTOR([0.0] * LANES)) for _ in range(2 * BLOCK)
-        ]
-        with cgutils.for_range_slice(builder, whole(0), size, whole(LANES), whole) as (d, _):
-            keys = [
-                builder.load(pointer(2, whole(b), size, d, _VECTOR), align=4) for b in range(BLOCK)
+            pointer = _pointers(context, builder, signature, values)
+            whole, size = ir.IntType(64), values[3]
+            rows = [builder.add(values[1], whole(i)) for i in range(num_rows)]
+            slots = [
+                cgutils.alloca_once_value(builder, _VECTOR([0.0] * LANES))
+                for _ in range(num_rows * BLOCK)
             ]
+            with cgutils.for_range_slice(builder, whole(0), size, whole(LANES), whole) as (d, _):
+                keys = [
+                    builder.load(pointer(2, whole(b), size, d, _VECTOR), align=4)
+                    for b in range(BLOCK)
+                ]
+                for i, row in enumerate(rows):
+                    x = builder.load(pointer(0, row, size, d, _VECTOR), align=4)
+                    for key, slot in zip(keys, slots[i * BLOCK :], strict=False):
+                        product = builder.fmul(x, key, flags=_FUSED)
+                        builder.store(builder.fadd(builder.load(slot), product, flags=_FUSED), slot)
+            sums, n = [builder.load(slot) for slot in slots], LANES
+            while len(sums) > 1:
+                pairs = zip(sums[::2], sums[1::2], strict=True)
+                sums, n = [halve(first, second, n) for first, second in pairs], n // 2
+            (found,) = sums
+            while n > 1:
+                nothing = ir.Constant(found.type, ir.Undefined)
+                found, n = halve(found, nothing, n), n // 2
             for i, row in enumerate(rows):
-                x = builder.load(pointer(0, row, size, d, _VECTOR), align=4)
-                for key, slot in zip(keys, slots[i * BLOCK :], strict=False):
-                    product = builder.fmul(x, key, flags=_FUSED)
-                    builder.store(builder.fadd(builder.load(slot), product, flags=_FUSED), slot)
-        sums, n = [builder.load(slot) for slot in slots], LANES
-        while len(sums) > 1:
-            pairs = zip(sums[::2], sums[1::2], strict=True)
-            sums, n = [halve(first, second, n) for first, second in pairs], n // 2
-        (eight,) = sums
-        while n > 1:
-            nothing = ir.Constant(eight.type, ir.Undefined)
-            eight, n = halve(eight, nothing, n), n // 2
-        for i, row in enumerate(rows):
-            four = _pick(builder, eight, eight, list(range(i * BLOCK, i * BLOCK + BLOCK)))
-            place = pointer(4, row, whole(KEY_TILE), values[5], four.type)
-            builder.store(four, place, align=4)
-        return context.get_dummy_value()
+                four = _pick(builder, found, found, list(range(i * BLOCK, i * BLOCK + BLOCK)))
+                place = pointer(4, row, whole(KEY_TILE), values[5], four.type)
+                builder.store(four, place, align=4)
+            return context.get_dummy_value()
 
-    return types.void(q, r, block, padded, scores, at), emit
+        return types.void(q, r, block, padded, scores, at), emit
+
+    return intrinsic(dots)
 
 
-@intrinsic
-def _add_pair(
-    context: Any, acc: Any, r: Any, block: Any, padded: Any, weights: Any, at: Any
-) -> tuple[Any, Any]:
-    """acc[r], acc[r + 1] += weights[r], weights[r + 1] from `at` on times BLOCK rows."""
+def _adds(num_rows: int) -> Any:
+    """The same for values: acc[r] and so on += their weights from `at` on times BLOCK rows."""
 
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        pointer = _pointers(context, builder, signature, values)
-        whole, size = ir.IntType(64), values[3]
+    def adds(
+        context: Any, acc: Any, r: Any, block: Any, padded: Any, weights: Any, at: Any
+    ) -> tuple[Any, Any]:
+        def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            pointer = _pointers(context, builder, signature, values)
+            whole, size = ir.IntType(64), values[3]
 
-        def spread(row: Any, b: int) -> Any:
-            column = builder.add(values[5], whole(b))
-            weight = builder.load(pointer(4, row, whole(KEY_TILE), column, ir.FloatType()))
-            nothing = ir.Constant(_VECTOR, ir.Undefined)
-            first = builder.insert_element(nothing, weight, ir.IntType(32)(0))
-            return _pick(builder, first, nothing, [0] * LANES)
+            def spread(row: Any, b: int) -> Any:
+                column = builder.add(values[5], whole(b))
+                weight = builder.load(pointer(4, row, whole(KEY_TILE), column, ir.FloatType()))
+                nothing = ir.Constant(_VECTOR, ir.Undefined)
+                first = builder.insert_element(nothing, weight, ir.IntType(32)(0))
+                return _pick(builder, first, nothing, [0] * LANES)
 
-        rows = (values[1], builder.add(values[1], whole(1)))
-        factors = [[spread(row, b) for b in range(BLOCK)] for row in rows]
-        with cgutils.for_range_slice(builder, whole(0), size, whole(LANES), whole) as (d, _):
-            block_rows = [
-                builder.load(pointer(2, whole(b), size, d, _VECTOR), align=4) for b in range(BLOCK)
-            ]
-            for row, row_factors in zip(rows, factors, strict=True):
-                place = pointer(0, row, size, d, _VECTOR)
-                total = builder.load(place, align=4)
-                for factor, value in zip(row_factors, block_rows, strict=True):
-                    product = builder.fmul(factor, value, flags=_FUSED)
-                    total = builder.fadd(total, product, flags=_FUSED)
-                builder.store(total, place, align=4)
-        return context.get_dummy_value()
+            rows = [builder.add(values[1], whole(i)) for i in range(num_rows)]
+            factors = [[spread(row, b) for b in range(BLOCK)] for row in rows]
+            with cgutils.for_range_slice(builder, whole(0), size, whole(LANES), whole) as (d, _):
+                block_rows = [
+                    builder.load(pointer(2, whole(b), size, d, _VECTOR), align=4)
+                    for b in range(BLOCK)
+                ]
+                for row, row_factors in zip(rows, factors, strict=True):
+                    place = pointer(0, row, size, d, _VECTOR)
+                    total = builder.load(place, align=4)
+                    for factor, value in zip(row_factors, block_rows, strict=True):
+                        product = builder.fmul(factor, value, flags=_FUSED)
+                        total = builder.fadd(total, product, flags=_FUSED)
+                    builder.store(total, place, align=4)
+            return context.get_dummy_value()
 
-    return types.void(acc, r, block, padded, weights, at), emit
+        return types.void(acc, r, block, padded, weights, at), emit
+
+    return intrinsic(adds)
+
+
+_dot_two, _dot_four, _add_two, _add_four = _dots(2), _dots(4), _adds(2), _adds(4)
 
 
 @_lean_jit
@@ -380,11 +390,18 @@ def _multiply(stored, places, steps, block, rows, scores, weigh):
         at, head = _step(i, steps)
         _fetch_block(stored, places, i + AHEAD, steps)
         _widen_block(stored, places, at, head, block)
-        for r in range(head * count, head * count + count, 2):  # two rows share a block's loads
+        r, end = head * count, head * count + count
+        while r + 4 <= end:  # rows together share a block's loads
             if weigh:
-                _add_pair(rows, r, block, padded, scores, at)
+                _add_four(rows, r, block, padded, scores, at)
             else:
-                _dot_pair(rows, r, block, padded, scores, at)
+                _dot_four(rows, r, block, padded, scores, at)
+            r += 4
+        if r < end:
+            if weigh:
+                _add_two(rows, r, block, padded, scores, at)
+            else:
+                _dot_two(rows, r, block, padded, scores, at)
 
 
 @_lean_jit
