@@ -24,7 +24,8 @@ from pageant.plan.work import KEY_BEGIN, KEY_END, PARTIAL, QUERY_BEGIN, QUERY_EN
 
 KEY_TILE = 64  # keys of one softmax step
 BLOCK = 4  # rows of K or V widened together
-AHEAD = 2  # blocks of one head whose loading starts early
+AHEAD = 4  # blocks of one head whose loading starts early
+WIDE = 32  # elements widened together; two vectors of most
 LANES = 16  # buffers are padded to whole vectors of this many floats
 # How elements are stored; see `_widen`.
 FLOAT, UPPER_HALF, HALF, E4M3, INTEGER, E2M1 = range(6)
@@ -122,33 +123,87 @@ def _half(context: Any, bits: Any) -> tuple[Any, Any]:
     return types.float32(types.uint16), emit
 
 
-@_lean_jit
-def _widen(source, at, size, kind, block, b):
-    """Stored elements at, at + 1, … as float32 in row b of `block`; at and size are uint64.
+def _as_floats(builder: Any, codes: Any, kind: int) -> Any:
+    """float32 of a vector of stored elements.
 
     float16 has 1 sign bit, 5 of exponent, 10 of mantissa; stored bits are moved where those are.
-    E4M3: 1 + 4 + 3 bits; a magnitude of 0x7f, the only NaN, gets all of float16's exponent bits.
+    E4M3: 1 + 4 + 3 bits; a magnitude of 0x7f, the only NaN, gets all of float16's exponent bits:
+    bit 14, a copy of the sign, becomes what adding 1 to the magnitude carries into it.
     """
-    if source.itemsize == 4:
-        for d in range(size):
-            block[b, d] = source[at + d]
-    elif kind == UPPER_HALF:
-        for d in range(size):
-            block[b, d] = _u32(_u32(source[at + d]) << _u32(16)).view(_f32)
-    elif source.itemsize == 2:
-        for d in range(size):
-            block[b, d] = _half(_u16(source[at + d]))
-    elif kind == HALF:
-        for d in range(size):
-            block[b, d] = _half(_u16(_u32(source[at + d]) << 8))
+    lanes, bits = codes.type.count, getattr(codes.type.element, "width", 32)
+    shorts, words = (ir.VectorType(ir.IntType(width), lanes) for width in (16, 32))
+    halves, floats = (ir.VectorType(each, lanes) for each in (ir.HalfType(), ir.FloatType()))
+
+    def all_of(kind: Any, number: int) -> Any:
+        return ir.Constant(kind, [number] * lanes)
+
+    if kind == FLOAT:
+        return codes
+    if kind == UPPER_HALF:
+        wide = builder.shl(builder.zext(codes, words), all_of(words, 16))
+        return builder.bitcast(wide, floats)
+    if kind == INTEGER:
+        return builder.sitofp(builder.sext(codes, words), floats)
+    if kind == HALF and bits == 8:
+        codes = builder.shl(builder.zext(codes, shorts), all_of(shorts, 8))
     elif kind == E4M3:
-        for d in range(size):
-            code = _u16(np.int8(_u32(source[at + d])) << 7)
-            code = _u16(code & 0xBFFF)
-            block[b, d] = _half(_u16(code | _u16(_u16(code + 0x80) & 0x4000)))
+        codes = builder.shl(builder.sext(codes, shorts), all_of(shorts, 7))
+        carried = builder.add(codes, all_of(shorts, 0x80))
+        codes = builder.xor(codes, builder.and_(carried, all_of(shorts, 0x4000)))
+    return builder.fpext(builder.bitcast(codes, halves), floats)
+
+
+def _widener(kind: int, widths: tuple[int, ...]) -> Any:
+    """A function for a kind whose elements have so many bits.
+
+    It writes `size` of them, a multiple of 8, from source[at] on as float32 from block.flat[to] on;
+    in vectors, as loops over single elements begin with tests that take as long as a row.
+    """
+
+    def widen(
+        context: Any, source: Any, at: Any, size: Any, block: Any, to: Any
+    ) -> tuple[Any, Any]:
+        def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            stored = signature.args[0].dtype
+            if stored.bitwidth not in widths:  # never called: another storage has this kind
+                return context.get_dummy_value()
+            pointer, whole = _pointers(context, builder, signature, values), ir.IntType(64)
+            element, full = context.get_data_type(stored), builder.and_(values[2], whole(-WIDE))
+            for begin, end, lanes in ((whole(0), full, WIDE), (full, values[2], 8)):
+                with cgutils.for_range_slice(builder, begin, end, whole(lanes), whole) as (d, _):
+                    place = pointer(0, values[1], whole(1), d, ir.VectorType(element, lanes))
+                    codes = builder.load(place, align=stored.bitwidth // 8)
+                    wide = _as_floats(builder, codes, kind)
+                    place = pointer(3, values[4], whole(1), d, wide.type)
+                    builder.store(wide, place, align=4)
+            return context.get_dummy_value()
+
+        return types.void(source, at, size, block, to), emit
+
+    return intrinsic(widen)
+
+
+_widen_float = _widener(FLOAT, (32,))
+_widen_upper_half = _widener(UPPER_HALF, (16,))
+_widen_half = _widener(HALF, (8, 16))
+_widen_e4m3 = _widener(E4M3, (8,))
+_widen_integer = _widener(INTEGER, (8,))
+
+
+@_lean_jit
+def _widen(source, at, size, kind, block, b):
+    """Stored elements at, at + 1, … as float32 in row b of `block`; numbers are uint64."""
+    to = b * _u64(block.shape[1])
+    if kind == FLOAT:
+        _widen_float(source, at, size, block, to)
+    elif kind == UPPER_HALF:
+        _widen_upper_half(source, at, size, block, to)
+    elif kind == HALF:
+        _widen_half(source, at, size, block, to)
+    elif kind == E4M3:
+        _widen_e4m3(source, at, size, block, to)
     else:
-        for d in range(size):
-            block[b, d] = _f32(np.int8(_u32(source[at + d])))
+        _widen_integer(source, at, size, block, to)
 
 
 @intrinsic
@@ -268,7 +323,7 @@ def _widen_block(stored, places, first, head, block):
                 source, at, _u64(size), block_scales, _u64(scale_at), steps, table, block, _u64(b)
             )
         else:
-            _widen(source, at, _u64(size), kind, block, b)
+            _widen(source, at, _u64(size), kind, block, _u64(b))
 
 
 @_lean_jit
@@ -404,42 +459,66 @@ def _multiply(stored, places, steps, block, rows, scores, weigh):
                 _dot_two(rows, r, block, padded, scores, at)
 
 
+@intrinsic
+def _largest(context: Any, scores: Any) -> tuple[Any, Any]:
+    """The largest of KEY_TILE scores, by halves; one that is NaN need not be seen."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        def larger(first: Any, second: Any) -> Any:
+            return builder.select(builder.fcmp_ordered(">", first, second), first, second)
+
+        pointer, whole = _pointers(context, builder, signature, values), ir.IntType(64)
+        columns = range(0, KEY_TILE, LANES)
+        places = [pointer(0, whole(0), whole(0), whole(c), _VECTOR) for c in columns]
+        parts = [builder.load(place, align=4) for place in places]
+        while len(parts) > 1:
+            half = len(parts) // 2
+            parts = [larger(a, b) for a, b in zip(parts[:half], parts[half:], strict=True)]
+        (best,), n = parts, LANES
+        while n > 1:
+            n //= 2
+            halves = (list(range(n)), list(range(n, 2 * n)))
+            best = larger(*(_pick(builder, best, best, lanes) for lanes in halves))
+        return builder.extract_element(best, ir.IntType(32)(0))
+
+    return types.float32(scores), emit
+
+
 @_lean_jit
-def _soften(s, first, last, away, near, cap, slope, hidden, k_scales, v_scales, fold, peak):
+def _soften(s, first, last, away, near, cap, slope, hidden, k_scales, v_scales, peak):
     """Scores s [KEY_TILE] of one row become weights e^(s - peak); returns peak and their sum.
 
     Keys first to last of the tile are seen, except where `hidden`; key c's j - p is away + near[c].
     Scales of rows, if not empty, multiply scores first, and weights when they have been summed.
     """
-    for c in range(len(k_scales)):
-        s[c] *= k_scales[c]
+    if len(k_scales) > 0:
+        for c in range(KEY_TILE):
+            s[c] *= k_scales[c]
     if cap > 0:
         for c in range(KEY_TILE):
             s[c] = cap * _tanh(s[c] / cap)
     if slope != 0:
         for c in range(KEY_TILE):
             s[c] += slope * _f32(away + near[c])
-    s[:first] = _HIDDEN
-    s[last:] = _HIDDEN
-    for c in range(len(hidden)):
-        if hidden[c]:
-            s[c] = _HIDDEN
-    width = KEY_TILE // 2  # the maximum by halves: a loop that keeps one is not vectorised
-    for c in range(width):
-        fold[c] = s[c] if s[c] > s[c + width] else s[c + width]
-    while width > 1:
-        width //= 2
-        for c in range(width):
-            fold[c] = fold[c] if fold[c] > fold[c + width] else fold[c + width]
-    peak = fold[0] if fold[0] > peak else peak
+    if first > 0:
+        s[:first] = _HIDDEN
+    if last < KEY_TILE:
+        s[last:] = _HIDDEN
+    if len(hidden) > 0:
+        for c in range(KEY_TILE):
+            if hidden[c]:
+                s[c] = _HIDDEN
+    largest = _largest(s)
+    peak = largest if largest > peak else peak
     total = _f32(0)
     base = peak if peak > _HIDDEN else _f32(0)  # nothing finite so far: -inf - -inf is NaN
     for c in range(KEY_TILE):
         w = _exp(s[c] - base)
         s[c] = w
         total += w
-    for c in range(len(v_scales)):
-        s[c] *= v_scales[c]
+    if len(v_scales) > 0:
+        for c in range(KEY_TILE):
+            s[c] *= v_scales[c]
     return peak, total
 
 
@@ -533,7 +612,7 @@ def walk(  # budget: what a call holds, unpacked for compiled code
     k_at, v_at = np.empty((2, KEY_TILE), np.int64), np.empty((2, KEY_TILE), np.int64)
     hidden, nothing = np.empty(KEY_TILE, np.bool_), np.empty(0, np.bool_)
     near = np.empty(KEY_TILE, np.int64)
-    fold, no_scales, scaled = np.empty(KEY_TILE, _f32), np.empty(0, _f32), len(k_stored[1]) > 0
+    no_scales, scaled = np.empty(0, _f32), len(k_stored[1]) > 0
     k_scales, v_scales = _aligned(heads, KEY_TILE), _aligned(heads, KEY_TILE)
     for index in range(len(items)):
         request, partial = items[index, REQUEST], items[index, PARTIAL]
@@ -591,24 +670,26 @@ def walk(  # budget: what a call holds, unpacked for compiled code
                 concealed = hidden if masked else nothing
                 if masked:
                     _hide(mask, token + i, start - first_new, near, hidden)
-                for head in range(heads * group):
-                    r = _row(i, head, padded, group)
-                    slope = slopes[first_query + head] if slopes.size > 0 else _f32(0)
-                    old = peak[r]
-                    peak[r], added = _soften(
-                        scores[r], min(first, KEY_TILE), max(last, 0),
-                        start - position - i, near,
-                        numbers[2], slope, concealed,
-                        k_scales[head // group] if scaled else no_scales,
-                        v_scales[head // group] if scaled else no_scales,
-                        fold, old,
-                    )  # fmt: skip
-                    if peak[r] > old and total[r] != 0:
-                        shrink = _exp(old - peak[r])
-                        total[r] *= shrink
-                        for d in range(acc.shape[1]):
-                            acc[r, d] *= shrink
-                    total[r] += added
+                for head in range(heads):
+                    tile_k_scales = k_scales[head] if scaled else no_scales
+                    tile_v_scales = v_scales[head] if scaled else no_scales
+                    for g in range(group):
+                        r = head * padded + i * group + g
+                        slope = _f32(0)
+                        if slopes.size > 0:
+                            slope = slopes[first_query + head * group + g]
+                        old = peak[r]
+                        peak[r], added = _soften(
+                            scores[r], min(first, KEY_TILE), max(last, 0),
+                            start - position - i, near,
+                            numbers[2], slope, concealed, tile_k_scales, tile_v_scales, old,
+                        )  # fmt: skip
+                        if peak[r] > old and total[r] != 0:
+                            shrink = _exp(old - peak[r])
+                            total[r] *= shrink
+                            for d in range(acc.shape[1]):
+                                acc[r, d] *= shrink
+                        total[r] += added
             _multiply(v_stored, v_at, steps, v_block, acc, scores, True)
 
         for i in range(rows):
