@@ -71,7 +71,7 @@ def run_invariant(call: AttentionCall) -> None:
     """The same, and what is computed for a row depends on the row and the keys it sees alone.
 
     Tiles of keys begin at multiples of KEY_TILE, whatever the window; no row's keys are split:
-    threads share heads; and every row, first or second of a pair, goes through the same sums.
+    threads share heads; and every row, one of two or of four, goes through the same sums.
     """
     _run(call, is_invariant=True)
 

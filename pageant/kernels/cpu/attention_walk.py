@@ -3,9 +3,9 @@
 
 ``attention.py`` says what is computed and prepares the arguments.
 
-Stored elements become float32 without branches, so that loops vectorise. Small floats go through
-float16, which processors convert: they come out too small by 2^8 (e4m3) or 2^14 (e2m1), and
-`attention.py` puts that into factors.
+Stored elements become float32 without branches, in vectors. Small floats go through float16, which
+processors convert: they come out too small by 2^8 (e4m3) or 2^14 (e2m1), and `attention.py` puts
+that into factors.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ _LOWEST = _f32(-87.0)  # e^x is no normal float32 below
 _HIDDEN = _f32(-np.inf)
 
 
+# Functions of one number.
+
+
 @_lean_jit
 def _exp(x):
     """e^x for x <= 88 to 2e-7, 0 below _LOWEST: 2^n e^r, |r| <= ln 2 / 2, e^r by its Taylor series.
@@ -92,6 +95,8 @@ def _tanh(x):
     return near if size < _f32(0.6) else far
 
 
+# What the functions written in vectors have in common.
+
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 _FUSED = ("contract",)  # flag of products and sums that become one step where there is one
 
@@ -111,6 +116,9 @@ def _pick(builder: Any, first: Any, second: Any, lanes: list[int]) -> Any:
     """Those lanes of two vectors laid side by side."""
     mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
     return builder.shuffle_vector(first, second, mask)
+
+
+# Stored elements to float32.
 
 
 @intrinsic
@@ -264,6 +272,9 @@ def _widen_blocks(source, at, size, scales, scale_at, steps, table, block, b):
         block[b, size + d] = _half(odd) * factor
 
 
+# Blocks: a few rows of one head, in the order in which they lie in memory.
+
+
 @intrinsic
 def _prefetch(context: Any, array: Any, index: Any) -> tuple[Any, Any]:
     """Ask for the cache line of array[index]."""
@@ -335,6 +346,9 @@ def _gather_scales(stored, places, count, factors):
         for head in range(len(factors)):
             factors[head, c] = row_scales[at] if seen else _f32(0)
             at += stride
+
+
+# The two products: queries times keys, weights times values.
 
 
 def _dots(num_rows: int) -> Any:
@@ -459,6 +473,9 @@ def _multiply(stored, places, steps, block, rows, scores, weigh):
                 _dot_two(rows, r, block, padded, scores, at)
 
 
+# Scores to weights, and sums to results.
+
+
 @intrinsic
 def _largest(context: Any, scores: Any) -> tuple[Any, Any]:
     """The largest of KEY_TILE scores, by halves; one that is NaN need not be seen."""
@@ -546,6 +563,9 @@ def _hide(mask, row, column, near, hidden):
         hidden[c] = 0 <= at < mask.shape[1] and not mask[row, at]
 
 
+# Where rows and keys stand.
+
+
 @_lean_jit
 def _row(i, head, rows, group):
     """Where row i of a query head stands in buffers: the `rows` of one kv head lie together."""
@@ -586,6 +606,9 @@ def _aligned(rows, columns):
     room = np.zeros(rows * columns + LANES, _f32)
     first = -(room.ctypes.data // 4) % LANES
     return room[first : first + rows * columns].reshape(rows, columns)
+
+
+# What `attention.py` calls.
 
 
 @_jit
