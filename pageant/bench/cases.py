@@ -16,6 +16,7 @@ class Case:
         lengths: (new tokens m, keys n) of each request.
         q_heads, kv_heads, head_dim, dtype: of the layer.
         page_size: tokens a page; pages lie shuffled.
+        shared: first tokens that all requests have in common, in the same pages: whole ones.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Case:
     head_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
     page_size: int = 16
+    shared: int = 0
 
     @property
     def is_decode(self) -> bool:
@@ -60,6 +62,15 @@ CPU_CASES = (
         head_dim=64,
         dtype=torch.float32,
     ),
+    Case(
+        name="decode 32 samples SmolLM2",
+        lengths=tuple((1, 1000 + 2 * i) for i in range(32)),
+        q_heads=9,
+        kv_heads=3,
+        head_dim=64,
+        dtype=torch.float32,
+        shared=992,
+    ),
     Case(name="prefill 4x512", lengths=((512, 512),) * 4),
     Case(name="prefill 1x1k", lengths=((1024, 1024),)),
     Case(name="prefill 256 after 3840", lengths=((256, 4096),)),
@@ -71,4 +82,10 @@ CPU_CLAIMS = (
     Claim(case="decode 16x1k", ours="pageant fp8_e4m3", other="pageant bf16", most=1.0),
     Claim(case="decode 16x1k", ours="pageant int8", other="pageant bf16", most=1.0),
     Claim(case="decode 16x1k", ours="pageant nvfp4", other="pageant bf16", most=1.5),
+    Claim(
+        case="decode 32 samples SmolLM2",
+        ours="pageant fp32",
+        other="pageant fp32 without sharing",
+        most=0.5,
+    ),
 )

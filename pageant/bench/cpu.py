@@ -58,14 +58,17 @@ def formats_for(case: Case) -> list[str]:
 
 
 def contenders(case: Case) -> dict[str, Callable[[Problem], Run]]:
-    """Everything that may run a case: Pageant with each format, and invariant; then the peers."""
+    """Everything that may run a case: Pageant with each format, and otherwise; then the peers."""
 
     def pageant(format: str, **options: Any) -> Callable[[Problem], Run]:
         return lambda problem: problem.attention(format, **options)
 
     own = OF_DTYPE[case.dtype]
     ours = {f"pageant {name}": pageant(name) for name in formats_for(case)}
-    return {**ours, f"pageant {own} invariant": pageant(own, invariant=True), **PEERS}
+    ours[f"pageant {own} invariant"] = pageant(own, invariant=True)
+    if case.shared:
+        ours[f"pageant {own} without sharing"] = pageant(own, cascade=False)
+    return {**ours, **PEERS}
 
 
 def measure(case: Case, rounds: int, only: Collection[str] = ()) -> list[Result]:

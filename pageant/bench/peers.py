@@ -120,7 +120,7 @@ def sdpa_causal(problem: Problem) -> Run:
 def gather_sdpa(problem: Problem) -> Run:
     """Copy each request's pages into one buffer, allocated once; then as ``sdpa``."""
     parts, case = stacks(problem), problem.case
-    num_pages = sum(map(len, problem.page_table))
+    num_pages = problem.num_pages
     shape = (num_pages, case.page_size, case.kv_heads, case.head_dim)
     pools = [torch.zeros(shape, dtype=case.dtype) for _ in "kv"]
     for pool, each in zip(pools, (problem.keys, problem.values), strict=True):

@@ -25,7 +25,8 @@ class Problem:
         case: the sizes.
         q: [T, Hq, D].
         keys, values: one [n, Hkv, D] a request.
-        page_table: page ids of each request, shuffled over one pool of just as many pages.
+        page_table: page ids of each request, shuffled over one pool of just as many pages; those
+            of shared tokens are the same for all.
     """
 
     case: Case
@@ -42,15 +43,27 @@ class Problem:
         def normal(rows: int, heads: int) -> torch.Tensor:
             return torch.randn(rows, heads, case.head_dim, generator=rng).to(case.dtype)
 
-        widths = [-(-n // case.page_size) for _, n in case.lengths]
-        pool = torch.randperm(sum(widths), generator=rng)
+        common = case.shared // case.page_size
+        widths = [-(-n // case.page_size) - common for _, n in case.lengths]
+        pool = torch.randperm(common + sum(widths), generator=rng)
+        first, *others = pool.split([common, *widths])
+        q = normal(sum(m for m, _ in case.lengths), case.q_heads)
+        keys, values = ([normal(n, case.kv_heads) for _, n in case.lengths] for _ in range(2))
+        for rows in (keys, values):
+            for one in rows:
+                one[: case.shared] = rows[0][: case.shared]
         return cls(
             case=case,
-            q=normal(sum(m for m, _ in case.lengths), case.q_heads),
-            keys=[normal(n, case.kv_heads) for _, n in case.lengths],
-            values=[normal(n, case.kv_heads) for _, n in case.lengths],
-            page_table=[part.tolist() for part in pool.split(widths)],
+            q=q,
+            keys=keys,
+            values=values,
+            page_table=[first.tolist() + part.tolist() for part in others],
         )
+
+    @property
+    def num_pages(self) -> int:
+        """How many pages the table names."""
+        return 1 + max(map(max, self.page_table))
 
     def widened(self) -> Problem:
         """The same numbers in float32."""
@@ -90,7 +103,7 @@ class Problem:
             ),
             options=Options(**options),
         )
-        cache = attention.new_cache(num_layers=1, num_pages=sum(map(len, self.page_table)))[0]
+        cache = attention.new_cache(num_layers=1, num_pages=self.num_pages)[0]
         k, v = torch.cat(self.keys), torch.cat(self.values)
         layer = calibrate([(k, v)], format).apply()
         fill = Batch.from_lengths(key_lens, key_lens, self.page_table, case.page_size)

@@ -72,4 +72,5 @@ def launch(
             )
             if phase == "decode" and params.window in buffers.shared:
                 load_shared(row)(load(row), buffers.shared[params.window], call)
-            load(row)(call)
+            else:
+                load(row)(call)

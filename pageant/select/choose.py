@@ -190,7 +190,7 @@ def load(row: Row) -> Callable[..., None]:
 
 
 def load_shared(row: Row) -> Callable[..., None]:
-    """What computes shared prefixes for the row's kernel."""
+    """What computes decodes that share prefixes by means of the row's kernel."""
     return _load(row.shared_kernel)
 
 

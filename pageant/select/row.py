@@ -105,8 +105,8 @@ class Row:
         name: what ``explain`` prints and ``Options.kernels`` accepts.
         kernel: "module:function", imported when first used; until the module exists the row
             refuses everything.
-        shared_kernel: "module:function" that computes keys several decodes share, as partial
-            results that the kernel merges; "" if it has none.
+        shared_kernel: "module:function" that computes decodes of which several share keys, by
+            means of the kernel; "" if it has none.
         packages: importable names the kernel needs besides torch.
         owner: "pageant" (own kernels), "reference", or the library that brings the kernel.
         auto: families where kernels="auto" asks a row of another library.

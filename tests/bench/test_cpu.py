@@ -8,17 +8,21 @@ from typing import Any
 import pytest
 import torch
 
+from pageant.api import Attention
 from pageant.bench import cpu
 from pageant.bench.cases import CPU_CASES, CPU_CLAIMS, Case, Claim
 from pageant.bench.cpu import Result, contenders, formats_for, judge, measure
 from pageant.bench.peers import PEERS
 from pageant.bench.problem import Problem
 from pageant.cache.formats import FORMATS, OF_DTYPE
+from pageant.plan.batch import Batch
+from pageant.plan.build import Plan
 
 SIZES: dict[str, Any] = {"q_heads": 6, "kv_heads": 2, "head_dim": 16, "page_size": 4}
 SMALL = (
     Case(name="decode", lengths=((1, 21),) * 3, **SIZES),
     Case(name="ragged", lengths=((1, 1), (1, 30), (1, 7)), **SIZES),
+    Case(name="samples", lengths=((1, 261), (1, 300)) * 4, shared=256, **SIZES),
     Case(name="prefill", lengths=((9, 9),) * 2, **SIZES),
     Case(name="chunk", lengths=((5, 19),) * 2, dtype=torch.float32, **SIZES),
 )
@@ -38,6 +42,7 @@ def test_contenders_agree_with_the_reference(case: Case) -> None:
     assert list(results) == [
         *(f"pageant {name}" for name in formats_for(case)),
         f"pageant {OF_DTYPE[case.dtype]} invariant",
+        *[f"pageant {OF_DTYPE[case.dtype]} without sharing"] * (case.shared > 0),
         *PEERS,
     ]
     bound = 1e-5 if case.dtype == torch.float32 else 4e-3
@@ -54,6 +59,7 @@ def test_contenders_agree_with_the_reference(case: Case) -> None:
         == {
             "decode": {"sdpa is_causal"},
             "ragged": {"sdpa is_causal", "flex_attention"},
+            "samples": {"sdpa is_causal", "flex_attention"},
             "prefill": set(),
             "chunk": {"sdpa is_causal"},
         }[case.name]
@@ -66,13 +72,13 @@ def test_error_of_a_wrong_contender_shows(monkeypatch: pytest.MonkeyPatch) -> No
         return lambda: 1.1 * right()
 
     monkeypatch.setitem(cpu.PEERS, "wrong", wrong)
-    (result,) = measure(SMALL[3], rounds=1, only=["wrong"])
+    (result,) = measure(SMALL[4], rounds=1, only=["wrong"])
     assert result.error == pytest.approx(0.1, rel=1e-3)
 
 
 def test_a_format_reads_its_own_cache() -> None:
     """Coarse formats lie far from the values that they were given, yet have small errors."""
-    case = SMALL[3]
+    case = SMALL[4]
     problem = Problem.of(case)
     exact = problem.attention("fp32")().clone()
     coarse = problem.attention("fp8_e5m2")()
@@ -103,6 +109,35 @@ def test_pages_lie_shuffled_and_none_twice() -> None:
     assert pages != sorted(pages)
 
 
+def test_requests_share_their_first_pages_and_no_others() -> None:
+    case = next(case for case in SMALL if case.shared)
+    problem = Problem.of(case)
+    common = case.shared // case.page_size
+    first, *others = problem.page_table
+    assert all(row[:common] == first[:common] for row in others)
+    pages = first[:common] + [page for row in problem.page_table for page in row[common:]]
+    assert sorted(pages) == list(range(problem.num_pages))
+    for rows in (problem.keys, problem.values):
+        assert all(torch.equal(one[: case.shared], rows[0][: case.shared]) for one in rows)
+        assert not torch.equal(rows[1][case.shared : 261], rows[2][case.shared : 261])
+
+
+def test_one_contender_alone_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, planned = next(case for case in SMALL if case.shared), []
+    plan = Attention.plan
+
+    def noted(self: Attention, batch: Batch) -> Plan:
+        planned.append(plan(self, batch))
+        return planned[-1]
+
+    monkeypatch.setattr(Attention, "plan", noted)
+    shared = {}
+    for name in ("pageant bf16", "pageant bf16 without sharing"):
+        contenders(case)[name](Problem.of(case))
+        shared[name] = [group.num_keys for group in planned[-1].shared[None]]
+    assert shared == {"pageant bf16": [case.shared], "pageant bf16 without sharing": []}
+
+
 def test_every_format_below_16_bits_is_timed_beside_the_models_own() -> None:
     small = {name for name, row in FORMATS.items() if row.bits <= 8}
     for dtype, own in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
@@ -114,6 +149,7 @@ def test_claims_are_about_cases_and_contenders() -> None:
     assert len(cases) == len(CPU_CASES)
     for claim in CPU_CLAIMS:
         assert claim.other in contenders(cases[claim.case])
+        assert claim.ours in contenders(cases[claim.case])
         assert claim.ours.startswith("pageant ")
 
 

@@ -25,6 +25,8 @@ values, are numbers that float32 holds.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -43,63 +45,166 @@ from pageant.plan.work import KEY_BEGIN, KEY_END, QUERY_END, REQUEST
 THREAD_READS = 1 << 22
 PIECES = 4  # of the work, for each thread
 UNBOUNDED = 1 << 62
+Sides = tuple[tuple[Any, ...], tuple[Any, ...]]  # keys and values as `walk` takes them
+Share = tuple[Array, int, int]  # items, first kv head, last
 NONE, NO_BYTES = np.empty(0, np.float32), np.empty(0, np.uint8)
 NO_STEPS, NO_MASK = np.empty(0, np.uint64), np.empty((0, 0), np.bool_)
 TABLE = decode(torch.arange(256, dtype=torch.uint8), None, FORMATS["fp8_e4m3"]).numpy()
 
 
-def run(call: AttentionCall) -> None:
-    """Attend to every row the work list names; rows of other requests are not touched."""
-    _run(call, is_invariant=False)
+def run(
+    call: AttentionCall,
+    common: AttentionCall | None = None,
+    hand_out: Callable[[], None] | None = None,
+) -> None:
+    """Attend to every row the work list names; rows of other requests are not touched.
+
+    Args:
+        call: what to compute.
+        common: to be computed beside it, over the same cache, and finished first; or None.
+        hand_out: called then, to put results of `common` where `call` merges them.
+    """
+    _run(call, common, hand_out)
 
 
 def run_invariant(call: AttentionCall) -> None:
     """The same, and what is computed for a row depends on the row and the keys it sees alone.
 
     Tiles of keys begin at multiples of KEY_TILE, whatever the window; no row's keys are split:
-    threads share heads; and every row, first or second of a pair, goes through the same sums.
+    threads share heads; and every row, one of two or of four, goes through the same sums.
     """
     _run(call, is_invariant=True)
 
 
-def _run(call: AttentionCall, *, is_invariant: bool) -> None:
+def _run(
+    call: AttentionCall,
+    common: AttentionCall | None = None,
+    hand_out: Callable[[], None] | None = None,
+    *,
+    is_invariant: bool = False,
+) -> None:
+    if call.work.counts[0] == 0:
+        return
+    sides = _sides(call)
+    own = _make_ready(call, sides, is_invariant=is_invariant)
+    if common is None or hand_out is None:
+        _walk_all([own])
+    else:
+        shared = _make_ready(common, sides)
+        _walk_all([shared, own])
+        shared.finish()
+        hand_out()
+    own.finish()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ready:
+    """A call with work as compiled code takes it, to be walked and then finished.
+
+    Attributes:
+        items: int64 [items, 6], of the work list.
+        heads: of keys and values.
+        row_reads: elements of K and V that one row reads of one key, in all heads.
+        workers: how many threads may walk.
+        walked: what `walk` takes after a share.
+        finish: merges parts, and puts rows where the caller wants them.
+    """
+
+    items: Array
+    heads: int
+    row_reads: int
+    workers: int
+    walked: tuple[Any, ...]
+    finish: Callable[[], None]
+
+
+def _make_ready(call: AttentionCall, sides: Sides, *, is_invariant: bool = False) -> _Ready:
+    """Prepare a call; `sides` are those of its cache, which several calls may have in common."""
     work = call.work
     num_items, num_groups = work.counts.tolist()
-    if num_items == 0:
-        return
-    first_token = call.query_start_loc.numpy()
-    first, last = work.items[0, REQUEST], work.items[num_items - 1, REQUEST] + 1
+    items, first_token = work.items[:num_items], call.query_start_loc.numpy()
+    first, last = items[0, REQUEST], items[-1, REQUEST] + 1
     tokens = slice(int(first_token[first]), int(first_token[last]))
     out = float32_rows(call.out, tokens.stop)
     wanted = torch.empty(out.shape[:2]) if call.lse is None else call.lse
     lse = float32_rows(wanted, tokens.stop)
-    constants, sinks = _constants(call, tokens.stop, is_invariant)
-    results = (sinks, out.numpy(), lse.numpy())
+    sinks = call.params.sinks
+    results = (NONE if sinks is None else sinks.contiguous().numpy(), out.numpy(), lse.numpy())
     parts = (call.workspace.partial_out.numpy(), call.workspace.partial_lse.numpy())
-    shares, workers = _shares(call, work.items[:num_items])
-    run_shares(walk.walk, shares, workers, *constants, *results, *parts)
-    if num_groups:
-        walk.merge(work.groups[:num_groups], first_token, *parts, *results)
-    if out is not call.out:
-        copy(call.out[tokens], out[tokens])
-    if lse is not wanted:
-        copy(wanted[tokens], lse[tokens])
+
+    def finish() -> None:
+        if num_groups:
+            walk.merge(work.groups[:num_groups], first_token, *parts, *results)
+        if out is not call.out:
+            copy(call.out[tokens], out[tokens])
+        if lse is not wanted:
+            copy(wanted[tokens], lse[tokens])
+
+    heads, size = call.cache.k.shape[2:]
+    return _Ready(
+        items=items,
+        heads=heads,
+        row_reads=heads * (size + call.cache.v.shape[3]),
+        workers=len(work.share_start) - 1,
+        walked=(*_constants(call, sides, tokens.stop, is_invariant), *results, *parts),
+        finish=finish,
+    )
+
+
+def _walk_all(calls: Sequence[_Ready]) -> None:
+    """Walk the items of all calls, in several threads where that is worth it."""
+    ends = [
+        np.cumsum((call.items[:, KEY_END] - call.items[:, KEY_BEGIN]) * call.items[:, QUERY_END])
+        for call in calls
+    ]
+    pairs, workers = list(zip(calls, ends, strict=True)), calls[0].workers
+    if sum(int(end[-1]) * call.row_reads for call, end in pairs) < THREAD_READS:
+        workers = 1
+    pieces = 1 if workers == 1 else PIECES * workers // len(calls)
+    tasks = [(call, share) for call, end in pairs for share in _shares(call, end, pieces)]
+    run_shares(_walk_share, tasks, workers)
+
+
+def _walk_share(task: tuple[_Ready, Share]) -> None:
+    call, share = task
+    walk.walk(share, *call.walked)
+
+
+def _shares(call: _Ready, ends: Array, pieces: int) -> list[Share]:
+    """Pieces of about equal work.
+
+    ends: int64 [items], the work of all items up to and with each.
+    """
+    items, heads = call.items, call.heads
+    if pieces == 1:
+        return [(items, 0, heads)]
+    cuts = np.searchsorted(ends, ends[-1] * np.arange(1, pieces) // pieces).tolist()
+    bounds = sorted({0, *cuts, len(items)})
+    parts = min(heads, -(-pieces // (len(bounds) - 1)))
+    edges = [heads * part // parts for part in range(parts + 1)]
+    pairs = itertools.product(itertools.pairwise(bounds), itertools.pairwise(edges))
+    return [(items[a:b], first, last) for (a, b), (first, last) in pairs]
+
+
+def _sides(call: AttentionCall) -> Sides:
+    """Of the call's cache."""
+    keys, values = call.cache.sides
+    fmt = call.cache.format
+    return _side(keys, fmt, call.q.shape[2]), _side(values, fmt, call.out.shape[2])
 
 
 def _constants(
-    call: AttentionCall, num_tokens: int, is_invariant: bool
-) -> tuple[tuple[Any, ...], Array]:
-    """What `walk` reads, from first_token to slopes; and the sinks."""
-    params, mask, causal, fmt = call.params, call.draft_mask, call.causal, call.cache.format
-    keys, values = call.cache.sides
-    factor = _too_small(fmt)
-    constants = (
+    call: AttentionCall, sides: Sides, num_tokens: int, is_invariant: bool
+) -> tuple[Any, ...]:
+    """What `walk` reads, from first_token to slopes."""
+    params, mask, causal = call.params, call.draft_mask, call.causal
+    factor = _too_small(call.cache.format)
+    return (
         call.query_start_loc.numpy(),
         call.key_lens.numpy(),
         flat(call.page_table),
         _geometry(call, is_invariant),
-        _side(keys, fmt, call.q.shape[2]),
-        _side(values, fmt, call.out.shape[2]),
+        *sides,
         as_float32(call.q[:num_tokens]).numpy(),
         np.full(len(call.key_lens), causal) if isinstance(causal, bool) else causal.numpy(),
         NO_MASK if mask is None else mask.contiguous().numpy(),
@@ -109,7 +214,6 @@ def _constants(
         ),
         NONE if params.alibi_slopes is None else params.alibi_slopes.contiguous().numpy(),
     )
-    return constants, NONE if params.sinks is None else params.sinks.contiguous().numpy()
 
 
 def _geometry(call: AttentionCall, is_invariant: bool) -> Array:
@@ -183,19 +287,3 @@ def _too_small(fmt: Format) -> float:
     if fmt.exponent_bits in (0, 8):
         return 1.0
     return 2.0 ** (16 - (1 << fmt.exponent_bits - 1))
-
-
-def _shares(call: AttentionCall, items: Array) -> tuple[list[tuple[Array, int, int]], int]:
-    """Items and kv heads, first to last, in pieces of about equal work; how many work on them."""
-    ends = np.cumsum((items[:, KEY_END] - items[:, KEY_BEGIN]) * items[:, QUERY_END])
-    heads, size = call.cache.k.shape[2:]
-    workers = len(call.work.share_start) - 1
-    if workers == 1 or ends[-1] * heads * (size + call.cache.v.shape[3]) < THREAD_READS:
-        return [(items, 0, heads)], 1
-    pieces = PIECES * workers
-    cuts = np.searchsorted(ends, ends[-1] * np.arange(1, pieces) // pieces)
-    bounds = np.unique(np.concatenate(([0], cuts, [len(items)]))).tolist()
-    parts = min(heads, -(-pieces // (len(bounds) - 1)))
-    edges = [heads * part // parts for part in range(parts + 1)]
-    pairs = itertools.product(itertools.pairwise(bounds), itertools.pairwise(edges))
-    return [(items[a:b], first, last) for (a, b), (first, last) in pairs], workers

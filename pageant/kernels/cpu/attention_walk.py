@@ -3,9 +3,9 @@
 
 ``attention.py`` says what is computed and prepares the arguments.
 
-Stored elements become float32 without branches, so that loops vectorise. Small floats go through
-float16, which processors convert: they come out too small by 2^8 (e4m3) or 2^14 (e2m1), and
-`attention.py` puts that into factors.
+Stored elements become float32 without branches, in vectors. Small floats go through float16, which
+processors convert: they come out too small by 2^8 (e4m3) or 2^14 (e2m1), and `attention.py` puts
+that into factors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from pageant.plan.work import KEY_BEGIN, KEY_END, PARTIAL, QUERY_BEGIN, QUERY_EN
 
 KEY_TILE = 64  # keys of one softmax step
 BLOCK = 4  # rows of K or V widened together
-AHEAD = 2  # blocks of one head whose loading starts early
+AHEAD = 4  # blocks of one head whose loading starts early
+WIDE = 32  # elements widened together; two vectors of most
 LANES = 16  # buffers are padded to whole vectors of this many floats
 # How elements are stored; see `_widen`.
 FLOAT, UPPER_HALF, HALF, E4M3, INTEGER, E2M1 = range(6)
@@ -54,6 +55,9 @@ _f32, _u16, _u32, _u64 = np.float32, np.uint16, np.uint32, np.uint64
 _LOG2_E, _LN_2 = _f32(1.4426950408889634), _f32(0.6931471805599453)
 _LOWEST = _f32(-87.0)  # e^x is no normal float32 below
 _HIDDEN = _f32(-np.inf)
+
+
+# Functions of one number.
 
 
 @_lean_jit
@@ -91,6 +95,8 @@ def _tanh(x):
     return near if size < _f32(0.6) else far
 
 
+# What the functions written in vectors have in common.
+
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 _FUSED = ("contract",)  # flag of products and sums that become one step where there is one
 
@@ -112,6 +118,9 @@ def _pick(builder: Any, first: Any, second: Any, lanes: list[int]) -> Any:
     return builder.shuffle_vector(first, second, mask)
 
 
+# Stored elements to float32.
+
+
 @intrinsic
 def _half(context: Any, bits: Any) -> tuple[Any, Any]:
     """float32 of a float16 given as uint16, NaN and numbers without a leading 1 included."""
@@ -122,33 +131,87 @@ def _half(context: Any, bits: Any) -> tuple[Any, Any]:
     return types.float32(types.uint16), emit
 
 
-@_lean_jit
-def _widen(source, at, size, kind, block, b):
-    """Stored elements at, at + 1, … as float32 in row b of `block`; at and size are uint64.
+def _as_floats(builder: Any, codes: Any, kind: int) -> Any:
+    """float32 of a vector of stored elements.
 
     float16 has 1 sign bit, 5 of exponent, 10 of mantissa; stored bits are moved where those are.
-    E4M3: 1 + 4 + 3 bits; a magnitude of 0x7f, the only NaN, gets all of float16's exponent bits.
+    E4M3: 1 + 4 + 3 bits; a magnitude of 0x7f, the only NaN, gets all of float16's exponent bits:
+    bit 14, a copy of the sign, becomes what adding 1 to the magnitude carries into it.
     """
-    if source.itemsize == 4:
-        for d in range(size):
-            block[b, d] = source[at + d]
-    elif kind == UPPER_HALF:
-        for d in range(size):
-            block[b, d] = _u32(_u32(source[at + d]) << _u32(16)).view(_f32)
-    elif source.itemsize == 2:
-        for d in range(size):
-            block[b, d] = _half(_u16(source[at + d]))
-    elif kind == HALF:
-        for d in range(size):
-            block[b, d] = _half(_u16(_u32(source[at + d]) << 8))
+    lanes, bits = codes.type.count, getattr(codes.type.element, "width", 32)
+    shorts, words = (ir.VectorType(ir.IntType(width), lanes) for width in (16, 32))
+    halves, floats = (ir.VectorType(each, lanes) for each in (ir.HalfType(), ir.FloatType()))
+
+    def all_of(kind: Any, number: int) -> Any:
+        return ir.Constant(kind, [number] * lanes)
+
+    if kind == FLOAT:
+        return codes
+    if kind == UPPER_HALF:
+        wide = builder.shl(builder.zext(codes, words), all_of(words, 16))
+        return builder.bitcast(wide, floats)
+    if kind == INTEGER:
+        return builder.sitofp(builder.sext(codes, words), floats)
+    if kind == HALF and bits == 8:
+        codes = builder.shl(builder.zext(codes, shorts), all_of(shorts, 8))
     elif kind == E4M3:
-        for d in range(size):
-            code = _u16(np.int8(_u32(source[at + d])) << 7)
-            code = _u16(code & 0xBFFF)
-            block[b, d] = _half(_u16(code | _u16(_u16(code + 0x80) & 0x4000)))
+        codes = builder.shl(builder.sext(codes, shorts), all_of(shorts, 7))
+        carried = builder.add(codes, all_of(shorts, 0x80))
+        codes = builder.xor(codes, builder.and_(carried, all_of(shorts, 0x4000)))
+    return builder.fpext(builder.bitcast(codes, halves), floats)
+
+
+def _widener(kind: int, widths: tuple[int, ...]) -> Any:
+    """A function for a kind whose elements have so many bits.
+
+    It writes `size` of them, a multiple of 8, from source[at] on as float32 from block.flat[to] on;
+    in vectors, as loops over single elements begin with tests that take as long as a row.
+    """
+
+    def widen(
+        context: Any, source: Any, at: Any, size: Any, block: Any, to: Any
+    ) -> tuple[Any, Any]:
+        def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            stored = signature.args[0].dtype
+            if stored.bitwidth not in widths:  # never called: another storage has this kind
+                return context.get_dummy_value()
+            pointer, whole = _pointers(context, builder, signature, values), ir.IntType(64)
+            element, full = context.get_data_type(stored), builder.and_(values[2], whole(-WIDE))
+            for begin, end, lanes in ((whole(0), full, WIDE), (full, values[2], 8)):
+                with cgutils.for_range_slice(builder, begin, end, whole(lanes), whole) as (d, _):
+                    place = pointer(0, values[1], whole(1), d, ir.VectorType(element, lanes))
+                    codes = builder.load(place, align=stored.bitwidth // 8)
+                    wide = _as_floats(builder, codes, kind)
+                    place = pointer(3, values[4], whole(1), d, wide.type)
+                    builder.store(wide, place, align=4)
+            return context.get_dummy_value()
+
+        return types.void(source, at, size, block, to), emit
+
+    return intrinsic(widen)
+
+
+_widen_float = _widener(FLOAT, (32,))
+_widen_upper_half = _widener(UPPER_HALF, (16,))
+_widen_half = _widener(HALF, (8, 16))
+_widen_e4m3 = _widener(E4M3, (8,))
+_widen_integer = _widener(INTEGER, (8,))
+
+
+@_lean_jit
+def _widen(source, at, size, kind, block, b):
+    """Stored elements at, at + 1, … as float32 in row b of `block`; numbers are uint64."""
+    to = b * _u64(block.shape[1])
+    if kind == FLOAT:
+        _widen_float(source, at, size, block, to)
+    elif kind == UPPER_HALF:
+        _widen_upper_half(source, at, size, block, to)
+    elif kind == HALF:
+        _widen_half(source, at, size, block, to)
+    elif kind == E4M3:
+        _widen_e4m3(source, at, size, block, to)
     else:
-        for d in range(size):
-            block[b, d] = _f32(np.int8(_u32(source[at + d])))
+        _widen_integer(source, at, size, block, to)
 
 
 @intrinsic
@@ -207,6 +270,9 @@ def _widen_blocks(source, at, size, scales, scale_at, steps, table, block, b):
         odd = _u16(_u16(_u16(pair & 0x70) << 5) | _u16(_u16(pair & 0x80) << 8))
         block[b, d] = _half(even) * factor
         block[b, size + d] = _half(odd) * factor
+
+
+# Blocks: a few rows of one head, in the order in which they lie in memory.
 
 
 @intrinsic
@@ -268,7 +334,7 @@ def _widen_block(stored, places, first, head, block):
                 source, at, _u64(size), block_scales, _u64(scale_at), steps, table, block, _u64(b)
             )
         else:
-            _widen(source, at, _u64(size), kind, block, b)
+            _widen(source, at, _u64(size), kind, block, _u64(b))
 
 
 @_lean_jit
@@ -282,90 +348,103 @@ def _gather_scales(stored, places, count, factors):
             at += stride
 
 
-@intrinsic
-def _dot_pair(
-    context: Any, q: Any, r: Any, block: Any, padded: Any, scores: Any, at: Any
-) -> tuple[Any, Any]:
-    """scores[r], scores[r + 1] from `at` on = q[r], q[r + 1] times BLOCK rows of `block`.
+# The two products: queries times keys, weights times values.
 
-    A sum of LANES lanes for each of the eight; halves of pairs of them are added until all eight
-    are lanes of one vector, in a third of the steps of one at a time.
+
+def _dots(num_rows: int) -> Any:
+    """A function of num_rows rows from q[r] on: their scores from `at` on with BLOCK rows of keys.
+
+    A sum of LANES lanes for each score; halves of pairs of them are added until all are lanes of
+    one vector, in a third of the steps of one at a time.
     """
 
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        def halve(first: Any, second: Any, n: int) -> Any:
-            """Sums of n lanes, side by side in two vectors, as sums of n / 2 lanes in one."""
-            low = [lane for lane in range(2 * first.type.count) if lane % n < n // 2]
-            high = [lane + n // 2 for lane in low]
-            return builder.fadd(
-                _pick(builder, first, second, low), _pick(builder, first, second, high)
-            )
+    def dots(
+        context: Any, q: Any, r: Any, block: Any, padded: Any, scores: Any, at: Any
+    ) -> tuple[Any, Any]:
+        def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            def halve(first: Any, second: Any, n: int) -> Any:
+                """Sums of n lanes, side by side in two vectors, as sums of n / 2 lanes in one."""
+                low = [lane for lane in range(2 * first.type.count) if lane % n < n // 2]
+                high = [lane + n // 2 for lane in low]
+                return builder.fadd(
+                    _pick(builder, first, second, low), _pick(builder, first, second, high)
+                )
 
-        pointer = _pointers(context, builder, signature, values)
-        whole, size = ir.IntType(64), values[3]
-        rows = (values[1], builder.add(values[1], whole(1)))
-        slots = [
-            cgutils.alloca_once_value(builder, _VECTOR([0.0] * LANES)) for _ in range(2 * BLOCK)
-        ]
-        with cgutils.for_range_slice(builder, whole(0), size, whole(LANES), whole) as (d, _):
-            keys = [
-                builder.load(pointer(2, whole(b), size, d, _VECTOR), align=4) for b in range(BLOCK)
+            pointer = _pointers(context, builder, signature, values)
+            whole, size = ir.IntType(64), values[3]
+            rows = [builder.add(values[1], whole(i)) for i in range(num_rows)]
+            slots = [
+                cgutils.alloca_once_value(builder, _VECTOR([0.0] * LANES))
+                for _ in range(num_rows * BLOCK)
             ]
+            with cgutils.for_range_slice(builder, whole(0), size, whole(LANES), whole) as (d, _):
+                keys = [
+                    builder.load(pointer(2, whole(b), size, d, _VECTOR), align=4)
+                    for b in range(BLOCK)
+                ]
+                for i, row in enumerate(rows):
+                    x = builder.load(pointer(0, row, size, d, _VECTOR), align=4)
+                    for key, slot in zip(keys, slots[i * BLOCK :], strict=False):
+                        product = builder.fmul(x, key, flags=_FUSED)
+                        builder.store(builder.fadd(builder.load(slot), product, flags=_FUSED), slot)
+            sums, n = [builder.load(slot) for slot in slots], LANES
+            while len(sums) > 1:
+                pairs = zip(sums[::2], sums[1::2], strict=True)
+                sums, n = [halve(first, second, n) for first, second in pairs], n // 2
+            (found,) = sums
+            while n > 1:
+                nothing = ir.Constant(found.type, ir.Undefined)
+                found, n = halve(found, nothing, n), n // 2
             for i, row in enumerate(rows):
-                x = builder.load(pointer(0, row, size, d, _VECTOR), align=4)
-                for key, slot in zip(keys, slots[i * BLOCK :], strict=False):
-                    product = builder.fmul(x, key, flags=_FUSED)
-                    builder.store(builder.fadd(builder.load(slot), product, flags=_FUSED), slot)
-        sums, n = [builder.load(slot) for slot in slots], LANES
-        while len(sums) > 1:
-            pairs = zip(sums[::2], sums[1::2], strict=True)
-            sums, n = [halve(first, second, n) for first, second in pairs], n // 2
-        (eight,) = sums
-        while n > 1:
-            nothing = ir.Constant(eight.type, ir.Undefined)
-            eight, n = halve(eight, nothing, n), n // 2
-        for i, row in enumerate(rows):
-            four = _pick(builder, eight, eight, list(range(i * BLOCK, i * BLOCK + BLOCK)))
-            place = pointer(4, row, whole(KEY_TILE), values[5], four.type)
-            builder.store(four, place, align=4)
-        return context.get_dummy_value()
+                four = _pick(builder, found, found, list(range(i * BLOCK, i * BLOCK + BLOCK)))
+                place = pointer(4, row, whole(KEY_TILE), values[5], four.type)
+                builder.store(four, place, align=4)
+            return context.get_dummy_value()
 
-    return types.void(q, r, block, padded, scores, at), emit
+        return types.void(q, r, block, padded, scores, at), emit
+
+    return intrinsic(dots)
 
 
-@intrinsic
-def _add_pair(
-    context: Any, acc: Any, r: Any, block: Any, padded: Any, weights: Any, at: Any
-) -> tuple[Any, Any]:
-    """acc[r], acc[r + 1] += weights[r], weights[r + 1] from `at` on times BLOCK rows."""
+def _adds(num_rows: int) -> Any:
+    """The same for values: acc[r] and so on += their weights from `at` on times BLOCK rows."""
 
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        pointer = _pointers(context, builder, signature, values)
-        whole, size = ir.IntType(64), values[3]
+    def adds(
+        context: Any, acc: Any, r: Any, block: Any, padded: Any, weights: Any, at: Any
+    ) -> tuple[Any, Any]:
+        def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            pointer = _pointers(context, builder, signature, values)
+            whole, size = ir.IntType(64), values[3]
 
-        def spread(row: Any, b: int) -> Any:
-            column = builder.add(values[5], whole(b))
-            weight = builder.load(pointer(4, row, whole(KEY_TILE), column, ir.FloatType()))
-            nothing = ir.Constant(_VECTOR, ir.Undefined)
-            first = builder.insert_element(nothing, weight, ir.IntType(32)(0))
-            return _pick(builder, first, nothing, [0] * LANES)
+            def spread(row: Any, b: int) -> Any:
+                column = builder.add(values[5], whole(b))
+                weight = builder.load(pointer(4, row, whole(KEY_TILE), column, ir.FloatType()))
+                nothing = ir.Constant(_VECTOR, ir.Undefined)
+                first = builder.insert_element(nothing, weight, ir.IntType(32)(0))
+                return _pick(builder, first, nothing, [0] * LANES)
 
-        rows = (values[1], builder.add(values[1], whole(1)))
-        factors = [[spread(row, b) for b in range(BLOCK)] for row in rows]
-        with cgutils.for_range_slice(builder, whole(0), size, whole(LANES), whole) as (d, _):
-            block_rows = [
-                builder.load(pointer(2, whole(b), size, d, _VECTOR), align=4) for b in range(BLOCK)
-            ]
-            for row, row_factors in zip(rows, factors, strict=True):
-                place = pointer(0, row, size, d, _VECTOR)
-                total = builder.load(place, align=4)
-                for factor, value in zip(row_factors, block_rows, strict=True):
-                    product = builder.fmul(factor, value, flags=_FUSED)
-                    total = builder.fadd(total, product, flags=_FUSED)
-                builder.store(total, place, align=4)
-        return context.get_dummy_value()
+            rows = [builder.add(values[1], whole(i)) for i in range(num_rows)]
+            factors = [[spread(row, b) for b in range(BLOCK)] for row in rows]
+            with cgutils.for_range_slice(builder, whole(0), size, whole(LANES), whole) as (d, _):
+                block_rows = [
+                    builder.load(pointer(2, whole(b), size, d, _VECTOR), align=4)
+                    for b in range(BLOCK)
+                ]
+                for row, row_factors in zip(rows, factors, strict=True):
+                    place = pointer(0, row, size, d, _VECTOR)
+                    total = builder.load(place, align=4)
+                    for factor, value in zip(row_factors, block_rows, strict=True):
+                        product = builder.fmul(factor, value, flags=_FUSED)
+                        total = builder.fadd(total, product, flags=_FUSED)
+                    builder.store(total, place, align=4)
+            return context.get_dummy_value()
 
-    return types.void(acc, r, block, padded, weights, at), emit
+        return types.void(acc, r, block, padded, weights, at), emit
+
+    return intrinsic(adds)
+
+
+_dot_two, _dot_four, _add_two, _add_four = _dots(2), _dots(4), _adds(2), _adds(4)
 
 
 @_lean_jit
@@ -380,49 +459,83 @@ def _multiply(stored, places, steps, block, rows, scores, weigh):
         at, head = _step(i, steps)
         _fetch_block(stored, places, i + AHEAD, steps)
         _widen_block(stored, places, at, head, block)
-        for r in range(head * count, head * count + count, 2):  # two rows share a block's loads
+        r, end = head * count, head * count + count
+        while r + 4 <= end:  # rows together share a block's loads
             if weigh:
-                _add_pair(rows, r, block, padded, scores, at)
+                _add_four(rows, r, block, padded, scores, at)
             else:
-                _dot_pair(rows, r, block, padded, scores, at)
+                _dot_four(rows, r, block, padded, scores, at)
+            r += 4
+        if r < end:
+            if weigh:
+                _add_two(rows, r, block, padded, scores, at)
+            else:
+                _dot_two(rows, r, block, padded, scores, at)
+
+
+# Scores to weights, and sums to results.
+
+
+@intrinsic
+def _largest(context: Any, scores: Any) -> tuple[Any, Any]:
+    """The largest of KEY_TILE scores, by halves; one that is NaN need not be seen."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        def larger(first: Any, second: Any) -> Any:
+            return builder.select(builder.fcmp_ordered(">", first, second), first, second)
+
+        pointer, whole = _pointers(context, builder, signature, values), ir.IntType(64)
+        columns = range(0, KEY_TILE, LANES)
+        places = [pointer(0, whole(0), whole(0), whole(c), _VECTOR) for c in columns]
+        parts = [builder.load(place, align=4) for place in places]
+        while len(parts) > 1:
+            half = len(parts) // 2
+            parts = [larger(a, b) for a, b in zip(parts[:half], parts[half:], strict=True)]
+        (best,), n = parts, LANES
+        while n > 1:
+            n //= 2
+            halves = (list(range(n)), list(range(n, 2 * n)))
+            best = larger(*(_pick(builder, best, best, lanes) for lanes in halves))
+        return builder.extract_element(best, ir.IntType(32)(0))
+
+    return types.float32(scores), emit
 
 
 @_lean_jit
-def _soften(s, first, last, away, near, cap, slope, hidden, k_scales, v_scales, fold, peak):
+def _soften(s, first, last, away, near, cap, slope, hidden, k_scales, v_scales, peak):
     """Scores s [KEY_TILE] of one row become weights e^(s - peak); returns peak and their sum.
 
     Keys first to last of the tile are seen, except where `hidden`; key c's j - p is away + near[c].
     Scales of rows, if not empty, multiply scores first, and weights when they have been summed.
     """
-    for c in range(len(k_scales)):
-        s[c] *= k_scales[c]
+    if len(k_scales) > 0:
+        for c in range(KEY_TILE):
+            s[c] *= k_scales[c]
     if cap > 0:
         for c in range(KEY_TILE):
             s[c] = cap * _tanh(s[c] / cap)
     if slope != 0:
         for c in range(KEY_TILE):
             s[c] += slope * _f32(away + near[c])
-    s[:first] = _HIDDEN
-    s[last:] = _HIDDEN
-    for c in range(len(hidden)):
-        if hidden[c]:
-            s[c] = _HIDDEN
-    width = KEY_TILE // 2  # the maximum by halves: a loop that keeps one is not vectorised
-    for c in range(width):
-        fold[c] = s[c] if s[c] > s[c + width] else s[c + width]
-    while width > 1:
-        width //= 2
-        for c in range(width):
-            fold[c] = fold[c] if fold[c] > fold[c + width] else fold[c + width]
-    peak = fold[0] if fold[0] > peak else peak
+    if first > 0:
+        s[:first] = _HIDDEN
+    if last < KEY_TILE:
+        s[last:] = _HIDDEN
+    if len(hidden) > 0:
+        for c in range(KEY_TILE):
+            if hidden[c]:
+                s[c] = _HIDDEN
+    largest = _largest(s)
+    peak = largest if largest > peak else peak
     total = _f32(0)
     base = peak if peak > _HIDDEN else _f32(0)  # nothing finite so far: -inf - -inf is NaN
     for c in range(KEY_TILE):
         w = _exp(s[c] - base)
         s[c] = w
         total += w
-    for c in range(len(v_scales)):
-        s[c] *= v_scales[c]
+    if len(v_scales) > 0:
+        for c in range(KEY_TILE):
+            s[c] *= v_scales[c]
     return peak, total
 
 
@@ -448,6 +561,9 @@ def _hide(mask, row, column, near, hidden):
     for c in range(KEY_TILE):
         at = column + near[c]
         hidden[c] = 0 <= at < mask.shape[1] and not mask[row, at]
+
+
+# Where rows and keys stand.
 
 
 @_lean_jit
@@ -492,6 +608,9 @@ def _aligned(rows, columns):
     return room[first : first + rows * columns].reshape(rows, columns)
 
 
+# What `attention.py` calls.
+
+
 @_jit
 def walk(  # budget: what a call holds, unpacked for compiled code
     share, first_token, key_lens, table, geometry, k, v, q, causal, mask, numbers, slopes, sinks,
@@ -516,7 +635,7 @@ def walk(  # budget: what a call holds, unpacked for compiled code
     k_at, v_at = np.empty((2, KEY_TILE), np.int64), np.empty((2, KEY_TILE), np.int64)
     hidden, nothing = np.empty(KEY_TILE, np.bool_), np.empty(0, np.bool_)
     near = np.empty(KEY_TILE, np.int64)
-    fold, no_scales, scaled = np.empty(KEY_TILE, _f32), np.empty(0, _f32), len(k_stored[1]) > 0
+    no_scales, scaled = np.empty(0, _f32), len(k_stored[1]) > 0
     k_scales, v_scales = _aligned(heads, KEY_TILE), _aligned(heads, KEY_TILE)
     for index in range(len(items)):
         request, partial = items[index, REQUEST], items[index, PARTIAL]
@@ -574,24 +693,26 @@ def walk(  # budget: what a call holds, unpacked for compiled code
                 concealed = hidden if masked else nothing
                 if masked:
                     _hide(mask, token + i, start - first_new, near, hidden)
-                for head in range(heads * group):
-                    r = _row(i, head, padded, group)
-                    slope = slopes[first_query + head] if slopes.size > 0 else _f32(0)
-                    old = peak[r]
-                    peak[r], added = _soften(
-                        scores[r], min(first, KEY_TILE), max(last, 0),
-                        start - position - i, near,
-                        numbers[2], slope, concealed,
-                        k_scales[head // group] if scaled else no_scales,
-                        v_scales[head // group] if scaled else no_scales,
-                        fold, old,
-                    )  # fmt: skip
-                    if peak[r] > old and total[r] != 0:
-                        shrink = _exp(old - peak[r])
-                        total[r] *= shrink
-                        for d in range(acc.shape[1]):
-                            acc[r, d] *= shrink
-                    total[r] += added
+                for head in range(heads):
+                    tile_k_scales = k_scales[head] if scaled else no_scales
+                    tile_v_scales = v_scales[head] if scaled else no_scales
+                    for g in range(group):
+                        r = head * padded + i * group + g
+                        slope = _f32(0)
+                        if slopes.size > 0:
+                            slope = slopes[first_query + head * group + g]
+                        old = peak[r]
+                        peak[r], added = _soften(
+                            scores[r], min(first, KEY_TILE), max(last, 0),
+                            start - position - i, near,
+                            numbers[2], slope, concealed, tile_k_scales, tile_v_scales, old,
+                        )  # fmt: skip
+                        if peak[r] > old and total[r] != 0:
+                            shrink = _exp(old - peak[r])
+                            total[r] *= shrink
+                            for d in range(acc.shape[1]):
+                                acc[r, d] *= shrink
+                        total[r] += added
             _multiply(v_stored, v_at, steps, v_block, acc, scores, True)
 
         for i in range(rows):

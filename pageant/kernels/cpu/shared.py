@@ -26,13 +26,13 @@ from pageant.ranks import ALONE
 INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
-def run(kernel: Callable[[AttentionCall], None], shared: SharedWork, call: AttentionCall) -> None:
-    """Compute the shared keys, and leave partial results where the plan wants them.
+def run(kernel: Callable[..., None], shared: SharedWork, call: AttentionCall) -> None:
+    """Compute the keys that requests share and those that each has alone, in one launch.
 
     Args:
-        kernel: attends to requests.
+        kernel: attends to requests: ``attention.run``.
         shared: the groups.
-        call: of the requests themselves, whose own keys are computed afterwards.
+        call: of the requests themselves and their own keys.
     """
     codes = call.q.view(INTEGERS[call.q.element_size()]).numpy()
     q = torch.from_numpy(codes[shared.rows]).view(call.q.dtype)
@@ -40,24 +40,26 @@ def run(kernel: Callable[[AttentionCall], None], shared: SharedWork, call: Atten
     lse = torch.empty(q.shape[:2])
     workspace = call.workspace
     assert workspace.shared is not None
-    kernel(
-        replace(
-            call,
-            q=q,
-            out=out,
-            lse=lse,
-            query_start_loc=shared.query_start_loc,
-            key_lens=shared.key_lens,
-            page_table=shared.page_table,
-            causal=False,
-            draft_mask=None,
-            params=replace(call.params, window=None, sinks=None),
-            work=shared.work,
-            shard=ALONE,
-            workspace=workspace.shared,
-        )
+    gathered = replace(
+        call,
+        q=q,
+        out=out,
+        lse=lse,
+        query_start_loc=shared.query_start_loc,
+        key_lens=shared.key_lens,
+        page_table=shared.page_table,
+        causal=False,
+        draft_mask=None,
+        params=replace(call.params, window=None, sinks=None),
+        work=shared.work,
+        shard=ALONE,
+        workspace=workspace.shared,
     )
-    if call.params.alibi_slopes is not None:
-        lse += shared.moved[:, None] * call.params.alibi_slopes
-    workspace.partial_out.flatten(0, 1).numpy()[shared.slots] = out.numpy()
-    workspace.partial_lse.flatten(0, 1).numpy()[shared.slots] = lse.numpy()
+
+    def hand_out() -> None:
+        if call.params.alibi_slopes is not None:
+            lse.add_(shared.moved[:, None] * call.params.alibi_slopes)
+        for parts, rows in ((workspace.partial_out, out), (workspace.partial_lse, lse)):
+            parts.numpy().reshape(-1, *rows.shape[1:])[shared.slots] = rows.numpy()
+
+    kernel(call, gathered, hand_out)
