@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from pageant.cache.formats import resolve
@@ -24,7 +22,6 @@ from pageant.plan.inputs import (
     check_unpaged,
     layer_of,
     partial_params,
-    resolve_layer,
 )
 from pageant.plan.outputs import check_output, new_lse, new_out, zeroed
 from pageant.select.bounds import is_whole, require_whole
@@ -91,7 +88,6 @@ class Attention:
         row, chosen = self._explanation.rows["decode"], (self.device, self._explanation)
         self._planner = planner_of(row)(shape, self.limits, *parts, *chosen)
         self._write, self._quantize = load_stores(row)
-        self._resolve = partial(resolve_layer, on_device=self._planner.on_device)
 
     def explain(self) -> Explanation:
         """Which kernel serves each phase, and why each earlier one was refused."""
@@ -220,7 +216,7 @@ class Attention:
             raise bad("return_lse", return_lse, "False, unless Features(lse=True) is declared")
         if plan is None and cache is None:
             check_query(q, self.shape, 0, self.device)
-            params = self._resolve(layer, self.features, self.shape, self.format, q)
+            params = self._planner.resolve(layer, self.features, self.shape, self.format, q)
             check_unpaged(k, v, self.shape, None, self.device)
             out = zeroed(out, out_scales, q, self.shape, params)
             return (out, new_lse(q)) if return_lse else out
@@ -228,7 +224,7 @@ class Attention:
         cache = check_cache(cache, self.shape, self.cache, self.format, self.device)
         plan.buffers.pages.check(cache.num_pages)
         check_query(q, self.shape, plan.batch.num_tokens, self.device)
-        params = self._resolve(layer, self.features, self.shape, self.format, q)
+        params = self._planner.resolve(layer, self.features, self.shape, self.format, q)
         check_unpaged(k, v, self.shape, plan.batch, self.device)
         check_output(out, out_scales, q, cache, params, self.shape, plan.batch.num_tokens)
         if out is None:

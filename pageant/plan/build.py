@@ -11,6 +11,7 @@ from pageant.cache.formats import Format, resolve
 from pageant.plan.batch import Batch
 from pageant.plan.buffers import PlanBuffers, Workspace, make_work, make_workspace
 from pageant.plan.copies import CopyMemory
+from pageant.plan.inputs import resolve_layer
 from pageant.plan.masks import PackedMasks
 from pageant.plan.mistakes import Lens, check_host, check_values, lens_of
 from pageant.plan.pages import PageUse, page_use
@@ -86,7 +87,7 @@ class Plan:
 class Planner:
     """Plans batches on the host for one Attention: inspect everything, then write the buffers."""
 
-    on_device = False
+    resolve = staticmethod(resolve_layer)
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -11,6 +12,7 @@ from pageant.plan.batch import Batch
 from pageant.plan.buffers import PlanBuffers, Workspace
 from pageant.plan.build import Plan, Planner
 from pageant.plan.copies import BatchCopy, DeviceWrites
+from pageant.plan.inputs import resolve_layer
 from pageant.plan.mistakes import check_host
 from pageant.plan.on_device import ITEM, JOIN, Cut, draw_trees, plan_step
 from pageant.plan.pages import PageUse
@@ -65,7 +67,7 @@ class DeviceMemory:
 class DevicePlanner(Planner):
     """Plans batches with one launch, or with two where drafts are trees."""
 
-    on_device = True
+    resolve = staticmethod(partial(resolve_layer, on_device=True))
 
     def _allocate(self, shape: Shape, fmt: Format) -> tuple[list[PlanBuffers], Workspace]:
         device = self.chosen.device
