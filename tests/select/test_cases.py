@@ -140,7 +140,7 @@ def test_file_takes_what_its_cases_leave_out_from_elsewhere(tmp_path: Path) -> N
     path.write_text('{}\n{"sm": "80"}\n{"kernels": "auto"}\n')
     absent = {**DEFAULTS, "sm": "90", "kernels": "flashinfer"}
     kernels = [answer["decode"]["kernel"] for answer in answer_file(path, absent)]
-    assert kernels == ["flashinfer.xqa", "flashinfer.native", "reference.attention"]
+    assert kernels == ["flashinfer.xqa", "flashinfer.native", "triton.decode"]
 
 
 @pytest.mark.parametrize(

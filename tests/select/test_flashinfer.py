@@ -267,7 +267,7 @@ def test_one_kernel_by_name() -> None:
     """It runs or is refused; the other phase is chosen as always."""
     answer = answer_case({"sm": "90", "kernels": "flashinfer.xqa"})
     assert answer["decode"]["kernel"] == "flashinfer.xqa"
-    assert answer["prefill"]["kernel"] == "reference.attention"
+    assert answer["prefill"]["kernel"] == "triton.prefill"
     answer = answer_case({"sm": "80", "kernels": "flashinfer.xqa"})
     assert (answer["ok"], answer["argument"]) == (False, "sm")
 
