@@ -38,8 +38,8 @@ def test_explain_text(capsys: Capture) -> None:
     assert main(["explain", "--sm", "90", "--cache", "fp8"]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("device  sm90 (H200)\n")
-    assert "decode   reference.attention  Last resort" in captured.out
-    assert "decode   triton.decode       is not built yet; would run once " in captured.out
+    assert "decode   triton.decode" in captured.out
+    assert "decode   gluon_sm90.decode   is not built yet; would run once " in captured.out
     assert captured.err == ""
 
 
@@ -70,7 +70,7 @@ def test_every_option_reaches_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_explain_json_of_a_gpu_elsewhere(capsys: Capture) -> None:
     said = answer(capsys, "explain", "--sm", "90", "--dtype", "float16", "--adaptive")
-    assert said["prefill"] == {"kernel": "reference.attention", "q_dtype": "float16"}
+    assert said["prefill"] == {"kernel": "triton.prefill", "q_dtype": "float16"}
 
 
 @pytest.mark.parametrize(
@@ -140,10 +140,7 @@ def test_options_are_what_cases_leave_out(capsys: Capture, tmp_path: Path) -> No
     path.write_text('{"sm": "90"}\n{"sm": "90", "kernels": "auto", "spec": 0}\n')
     assert main(["explain", "--kernels", "flashinfer", "--spec", "3", "--cases", str(path)]) == 0
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [answer["decode"]["kernel"] for answer in said] == [
-        "flashinfer.xqa",
-        "reference.attention",
-    ]
+    assert [answer["decode"]["kernel"] for answer in said] == ["flashinfer.xqa", "triton.decode"]
     assert [answer["decode_threshold"] for answer in said] == [4, 1]
 
 
