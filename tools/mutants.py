@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("pageant", "tests", "pyproject.toml")
 PROPERTIES = "tests/kernels/test_properties.py"
+TRITON = "tests/kernels/triton/test_attention.py"
 SECONDS = 300
 
 
@@ -451,6 +452,27 @@ MUTANTS = (
         "self._page_table.hold(batch.page_table[:, :width]),",
         "self._page_table.take(*batch.page_table[:, :width].shape),",
         ("tests/plan/test_draft_steps.py",),
+    ),
+    Mutant(
+        "triton: window one key too wide",
+        "kernels/triton/attention_tile.py",
+        "seen & (at[None, :] > position[:, None] - window)",
+        "seen & (at[None, :] >= position[:, None] - window)",
+        (TRITON,),
+    ),
+    Mutant(
+        "triton: both parts of a share take one slot",
+        "plan/on_device.py",
+        "tl.where(whole, -1, 2 * g + (at == 0))",
+        "tl.where(whole, -1, 2 * g)",
+        (TRITON,),
+    ),
+    Mutant(
+        "triton: lengths beyond the limits are believed",
+        "plan/on_device.py",
+        "return start, end - start, tl.minimum(tl.maximum(n, 0), max_len)",
+        "return start, end - start, n",
+        (TRITON,),
     ),
 )
 
