@@ -59,15 +59,16 @@ class Rule:
 # Of the rules that hold a key or value (a power of 2 of elements), an element of the products'
 # operands (bytes) and the device's shared memory, the first with rows enough for a decode wins, or
 # the first of those with the most; prefill takes as many rows as it can get.
+# Tiles of decode stay below 64 rows: from there on Triton 3.6 multiplies by wgmma on Hopper, whose
+# sums were wrong where rows of up to 32 values are widened first.
 DECODE: tuple[Rule, ...] = (
-    Rule(dim=64, itemsize=2, shared_kib=163, rows=16, block=128, warps=4, stages=3, shares=2),
-    Rule(dim=64, itemsize=2, shared_kib=163, rows=64, block=128, warps=4, stages=3, shares=2),
+    Rule(dim=64, itemsize=2, shared_kib=163, rows=32, block=128, warps=4, stages=3, shares=2),
     Rule(dim=128, itemsize=2, shared_kib=163, rows=16, block=64, warps=2, stages=3, shares=4),
-    Rule(dim=128, itemsize=2, shared_kib=163, rows=64, block=64, warps=4, stages=3, shares=3),
-    Rule(dim=256, itemsize=2, shared_kib=163, rows=64, block=32, warps=4, stages=3, shares=2),
+    Rule(dim=128, itemsize=2, shared_kib=163, rows=32, block=64, warps=4, stages=3, shares=3),
+    Rule(dim=256, itemsize=2, shared_kib=163, rows=32, block=32, warps=4, stages=3, shares=2),
     Rule(dim=512, itemsize=2, shared_kib=163, rows=32, block=32, warps=8, stages=2, shares=1),
-    Rule(dim=64, itemsize=2, shared_kib=64, rows=64, block=64, warps=4, stages=2, shares=2),
-    Rule(dim=128, itemsize=2, shared_kib=64, rows=64, block=32, warps=4, stages=2, shares=2),
+    Rule(dim=64, itemsize=2, shared_kib=64, rows=32, block=64, warps=4, stages=2, shares=2),
+    Rule(dim=128, itemsize=2, shared_kib=64, rows=32, block=32, warps=4, stages=2, shares=2),
     Rule(dim=256, itemsize=2, shared_kib=64, rows=32, block=16, warps=4, stages=2, shares=2),
     Rule(dim=512, itemsize=2, shared_kib=64, rows=16, block=16, warps=8, stages=1, shares=1),
     Rule(dim=128, itemsize=4, shared_kib=64, rows=32, block=32, warps=4, stages=1, shares=2),

@@ -210,7 +210,7 @@ def _arguments(
         dim=dim,
         padded_dim=max(least, power_of_2(dim)),
         value_dim=value_dim,
-        padded_value_dim=max(least, power_of_2(value_dim)),
+        padded_value_dim=max(least, 64 if tile.rows >= 64 else 0, power_of_2(value_dim)),
         kind=kind_of(fmt),
         native=tile.native_fp8,
         scales=scales,

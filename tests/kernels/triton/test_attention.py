@@ -12,8 +12,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import pageant
+from pageant.cache.formats import resolve
 from pageant.device import Device
-from tests.inputs import BOUNDS, Case, assert_close, build, cases
+from tests.inputs import Case, build, cases
 
 FEW_SHARES = replace(Device.of("sm80"), num_sms=2)
 
@@ -24,23 +25,21 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "detect", lambda _device: FEW_SHARES)
 
 
-def prove(dtype: torch.dtype, max_len: int, examples: int) -> None:
-    served = []
+def is_served(case: Case) -> bool:
+    """All are but float32 queries over a quantised cache."""
+    return case.dtype != torch.float32 or not resolve(case.format, case.dtype).quantized
 
+
+def prove(dtype: torch.dtype, max_len: int, examples: int) -> None:
     @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
-    @given(cases(dtype, max_len=max_len))
+    @given(cases(dtype, max_len=max_len).filter(is_served))
     def equal(case: Case) -> None:
         problem = build(case)
         names = [row.name for row in problem.attn.explain().rows.values()]
-        if names != ["triton.prefill", "triton.decode"]:
-            return
-        out, lse = problem.run()
-        assert_close(out, problem.expected_out, BOUNDS[case.dtype])
-        assert_close(lse, problem.expected_lse, BOUNDS[case.dtype])
-        served.append(case.count_features() >= 3)
+        assert names == ["triton.prefill", "triton.decode"]
+        problem.check()
 
     equal()
-    assert sum(served) >= len(served) / 2 > examples / 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
