@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pageant.cache.formats import FORMATS
 from pageant.cache.layout import LAYOUTS
 from pageant.cache.pages import LayerCache
+from pageant.cache.quantize import encode
 from pageant.kernels.cpu import write_pages as cpu
 from pageant.kernels.triton import write_pages as module
 from pageant.kernels.triton.write_pages import write_pages
@@ -130,6 +131,55 @@ def test_four_over_six_decides_alike():
     v = v + torch.randn(v.shape, generator=rng) * 0.25
     make = dirty("LBHNC", "nvfp4_4over6", (128, 128), page_size=20)
     agree(make, k, v, range(60), (1.0, 0.7))
+
+
+def edges(low, high, decide):
+    """Blocks [n, 16] on both sides of a decision: by bisection, until hardly a bit is between."""
+    for _ in range(40):
+        middle = (low + high) / 2
+        is_high = decide(middle)[:, None]
+        low, high = torch.where(is_high, low, middle), torch.where(is_high, middle, high)
+    return torch.cat([low, high])
+
+
+def write_blocks(name, blocks, factor):
+    """Every block of [n, 16], in keys and in values."""
+    whole = -(-len(blocks) // (8 * HEADS)) * 8 * HEADS
+    x = torch.nn.functional.pad(blocks, (0, 0, 0, whole - len(blocks))).view(-1, HEADS, 128)
+    page_size = -(-len(x) // PAGES)
+    make = dirty("LBNHC", name, (128, 128), page_size=page_size)
+    agree(make, x, -x, range(len(x)), (factor, factor))
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.7])
+def test_errors_that_nearly_tie(factor):
+    """The order in which squares are added then decides between 4 and 6."""
+    blocks = (torch.rand(999, 16, generator=torch.Generator().manual_seed(2)) - 0.5) * 12
+    blocks[:, 0] = 6.0  # the largest stays, so errors move little by little
+
+    def is_four(x):
+        scales = (encode(x, FORMATS[name], factor)[1] for name in ("nvfp4", "nvfp4_4over6"))
+        return torch.ne(*(stored.view(torch.uint8)[:, 0] for stored in scales))
+
+    four = is_four(blocks)
+    low, high = blocks[~four], blocks[four]
+    count = min(len(low), len(high))
+    assert count > 200
+    write_blocks("nvfp4_4over6", edges(low[:count], high[:count], is_four), factor)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_4over6"])
+def test_scales_between_two_codes(name):
+    """The order in which a block's largest is divided then decides."""
+    factor = 0.7
+    sizes = torch.arange(1, 0x7E, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    blocks = (sizes[:, None] * 6 * factor).expand(-1, 16)
+    codes = torch.arange(2, 0x7E)
+
+    def is_next(x):
+        return encode(x, FORMATS["nvfp4"], factor)[1].view(torch.uint8)[:, 0] >= codes
+
+    write_blocks(name, edges(blocks[:-1], blocks[1:], is_next), factor)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "int8", "nvfp4"])
