@@ -51,6 +51,31 @@ def test_over_several_blocks_and_shares() -> None:
     prove(torch.float16, 700, 12)
 
 
+def test_a_share_that_ends_one_tile_and_begins_another() -> None:
+    """Three requests of 6, 6 and 7 blocks in four shares: two leave two partial results each."""
+    case = Case(
+        seed=1,
+        lengths=((1, 700), (1, 650), (1, 800)),
+        dtype=torch.float16,
+        kv_heads=1,
+        group=2,
+        head_dim=32,
+        v_head_dim=32,
+        format="fp16",
+        page_size=16,
+        memory="LBHNC",
+    )
+    problem = build(case)
+    problem.check()
+    plan = problem.attn.plan(problem.batch)
+    work = plan.buffers.work["decode", None]
+    partial = {
+        tuple(work.items[item, 4].item() >= 0 for item in range(first, first + count))
+        for first, count in work.shares.tolist()
+    }
+    assert (True, True) in partial
+
+
 def test_invariant_mode_ignores_the_batch() -> None:
     """A request alone, in a batch, and in chunks: the same bits."""
     torch.manual_seed(0)
