@@ -7,23 +7,15 @@ import torch
 from pageant.cache.formats import resolve
 from pageant.cache.out_scales import OutScales
 from pageant.cache.pages import LayerCache, PagedCache, layout_for
-from pageant.cache.scales import check_scale
 from pageant.cache.wrap import wrap
 from pageant.device import Device
 from pageant.kernels.launch import launch, never_compiled
 from pageant.parallel import run as parallel
 from pageant.plan.batch import Batch
 from pageant.plan.build import Plan, planner_of
-from pageant.plan.inputs import (
-    check_cache,
-    check_cache_writable,
-    check_new_rows,
-    check_query,
-    check_unpaged,
-    layer_of,
-    partial_params,
-)
-from pageant.plan.outputs import check_output, new_lse, new_out, zeroed
+from pageant.plan.calls import Calls
+from pageant.plan.inputs import check_query, check_unpaged, layer_of, partial_params
+from pageant.plan.outputs import new_lse, new_out, zeroed
 from pageant.select.bounds import is_whole, require_whole
 from pageant.select.choose import load_stores
 from pageant.select.explain import Explanation, explain
@@ -88,6 +80,8 @@ class Attention:
         row, chosen = self._explanation.rows["decode"], (self.device, self._explanation)
         self._planner = planner_of(row)(shape, self.limits, *parts, *chosen)
         self._write, self._quantize = load_stores(row)
+        given = shape, self.cache, self.format, self.features, self.device
+        self._calls = Calls(*given, self._planner.resolve)
 
     def explain(self) -> Explanation:
         """Which kernel serves each phase, and why each earlier one was refused."""
@@ -164,17 +158,13 @@ class Attention:
         """
         layer = layer_of(layer)
         self._planner.require(plan)
-        check_cache(cache, self.shape, self.cache, self.format, self.device)
-        check_cache_writable(cache)
         index = plan.buffers.batch.writes
         if index is None:
             raise bad("batch.slot_mapping", None, "a tensor, for plans that write")
+        known = self._calls.check_write(index.num_tokens, k, v, cache, layer)
         index.check(cache.num_pages * cache.page_size)
-        check_new_rows(k, v, self.shape, index.num_tokens, self.device)
-        check_scale("layer.k_scale", layer.k_scale)
-        check_scale("layer.v_scale", layer.v_scale)
         if not layer.shares_cache:
-            self._write(k, v, cache, index, (layer.k_scale, layer.v_scale))
+            self._write(k, v, cache, index, (layer.k_scale, layer.v_scale), known.kept)
 
     @never_compiled
     def run(  # budget: the public API, one argument for each thing a layer gives
@@ -221,15 +211,13 @@ class Attention:
             out = zeroed(out, out_scales, q, self.shape, params)
             return (out, new_lse(q)) if return_lse else out
         plan = self._planner.require(plan)
-        cache = check_cache(cache, self.shape, self.cache, self.format, self.device)
+        known = self._calls.check_run(plan.batch, q, cache, layer, out, out_scales, (k, v))
+        params, cache = known.params, known.cache
         plan.buffers.pages.check(cache.num_pages)
-        check_query(q, self.shape, plan.batch.num_tokens, self.device)
-        params = self._planner.resolve(layer, self.features, self.shape, self.format, q)
-        check_unpaged(k, v, self.shape, plan.batch, self.device)
-        check_output(out, out_scales, q, cache, params, self.shape, plan.batch.num_tokens)
         if out is None:
             out = new_out(q, plan.buffers.known_tokens, self.shape, params)
-        real, kernels, q = plan.buffers.real_tokens, self._explanation.rows, q.to(self.shape.dtype)
+        real, kernels = plan.buffers.real_tokens, self._explanation.rows
+        q = q if q.dtype == self.shape.dtype else q.to(self.shape.dtype)
         rows = out if params.out_format == "model" else self._planner.workspace.finished
         lse = new_lse(q) if return_lse else None
         if self._ranks is not None and self._ranks.group is not None:
@@ -238,7 +226,7 @@ class Attention:
                 lse[:real] = whole_lse
         else:
             params = params if self._ranks is None else partial_params(params, return_lse)
-            launch(kernels, plan, q, cache, params, rows, lse)
+            launch(kernels, plan, q, cache, params, rows, lse, known.kept)
         if params.out_format != "model":
             ends = plan.buffers.batch.query_start_loc[-1:]
             self._quantize(rows[:real], out, out_scales, params, ends)

@@ -10,6 +10,9 @@ import torch
 
 from pageant.types import Scalar, bad
 
+# Types of a scale in a tensor that kernels load as they are.
+LOADED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
 
 def is_finite(number: object) -> bool:
     """Whether a value is a real number (no bool) that float32 holds.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from pageant.plan.inputs import LayerParams
 from pageant.ranks import ALONE, ContextParallel
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class AttentionCall:
     """One phase of one layer. Rows past the real tokens are never touched.
 
@@ -32,6 +32,8 @@ class AttentionCall:
         params: scale, window, cap, sinks, slopes.
         work: which rows and keys, in which shares: a WorkList, or on a GPU a DeviceWork.
         workspace: room for partial results.
+        kept: of the caller, what kernels want to find again when a call comes with the same cache
+            and parameters, and tensors of the same types, sizes and strides.
     """
 
     q: torch.Tensor
@@ -47,3 +49,4 @@ class AttentionCall:
     work: Any
     workspace: Workspace
     shard: ContextParallel = ALONE
+    kept: dict[Any, Any] = field(default_factory=dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -43,13 +43,14 @@ def launch(
     params: LayerParams,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    kept: dict[Any, Any] | None = None,
 ) -> None:
     """Run one layer; phases without work launch nothing.
 
     Args:
         rows: the chosen row of each phase.
         plan: the step's plan.
-        q, cache, params, out, lse: as in AttentionCall.
+        q, cache, params, out, lse, kept: as in AttentionCall.
     """
     buffers, batch = plan.buffers, plan.buffers.batch
     for phase, row in rows.items():
@@ -69,6 +70,7 @@ def launch(
                 work=work,
                 workspace=plan.planner.workspace,
                 shard=plan.planner.shard,
+                kept={} if kept is None else kept,
             )
             if phase == "decode" and params.window in buffers.shared:
                 load_shared(row)(load(row), buffers.shared[params.window], call)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Hashable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from pageant.cache.formats import Format
 from pageant.plan.batch import Batch
+from pageant.plan.bound import Bound
 from pageant.plan.buffers import PlanBuffers, Workspace
 from pageant.plan.build import Plan, Planner
 from pageant.plan.copies import BatchCopy, DeviceWrites
 from pageant.plan.inputs import resolve_layer
-from pageant.plan.mistakes import check_host
+from pageant.plan.mistakes import check_host, traits_of
 from pageant.plan.on_device import ITEM, JOIN, Cut, draw_trees, plan_step
 from pageant.plan.pages import PageUse
 from pageant.plan.tiles import Tile, tile_for
@@ -21,9 +24,11 @@ from pageant.select.row import PHASES, Phase
 from pageant.types import Shape
 
 LEAST_BLOCKS = 2  # of a share
+MOST_RIGHT = 4096  # kinds of batches remembered as having no mistake
+NO_PAGES = PageUse()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class DeviceWork:
     """Work of one phase for one window; see `pageant.plan.on_device.plan_step`.
 
@@ -53,7 +58,9 @@ class DeviceMemory:
     Attributes:
         starts, lens: int32 [max_requests + 1] and [max_requests].
         items, shares, joins: int32 [windows, ..].
+        rows: views of starts and lens, as long as the batch.
         tree: bool, a draft mask drawn from parents; moves when a larger one comes.
+        step, args: `plan_step`, bound at the first plan, and what it is given of these arrays.
     """
 
     starts: torch.Tensor
@@ -61,7 +68,10 @@ class DeviceMemory:
     items: torch.Tensor
     shares: torch.Tensor
     joins: torch.Tensor
+    rows: tuple[torch.Tensor, torch.Tensor]
     tree: torch.Tensor | None = None
+    step: Bound | None = None
+    args: tuple[Any, ...] = ()
 
 
 class DevicePlanner(Planner):
@@ -85,15 +95,19 @@ class DevicePlanner(Planner):
         if options.debug_splits is not None:
             shares = max(1, most) * options.debug_splits
         self.capacity = most + shares
-        self.num_shares = shares
+        self._right: set[Hashable] = set()
         windows = self.features.windows
+        self._grid = (shares, len(windows), 1)
         self._windows = self._new((len(windows),), torch.int32)
         self._windows.copy_(torch.tensor([window or 0 for window in windows], dtype=torch.int32))
         slots = []
         for _ in range(options.plan_slots):
+            starts = self._new((limits.max_requests + 1,), torch.int32)
+            lens = self._new((limits.max_requests,), torch.int32)
             memory = DeviceMemory(
-                starts=self._new((limits.max_requests + 1,), torch.int32),
-                lens=self._new((limits.max_requests,), torch.int32),
+                starts=starts,
+                lens=lens,
+                rows=(starts, lens),
                 items=self._new((len(windows), self.capacity, ITEM.value), torch.int32),
                 shares=self._new((len(windows), shares, 2), torch.int32),
                 joins=self._new((len(windows), shares, JOIN.value), torch.int32),
@@ -138,22 +152,52 @@ class DevicePlanner(Planner):
     def _check(self, batch: Batch) -> None:
         if self.options.validate:
             self.inspect(batch)
-        else:
+        elif (traits := traits_of(batch)) is None or traits not in self._right:
             check_host(batch, self.limits, self.features, self.device)
+            if len(self._right) >= MOST_RIGHT:
+                self._right.clear()
+            self._right.add(traits)
 
     def _launch(self, buffers: PlanBuffers, batch: Batch) -> None:
-        memory, requests, tile = buffers.memory, batch.num_requests, self.tiles["decode"]
-        plan_step[(self.num_shares, len(self._windows))](
-            batch.query_start_loc,
-            batch.key_lens,
+        memory, requests, tokens = buffers.memory, batch.num_requests, batch.num_tokens
+        starts, lens = batch.query_start_loc, batch.key_lens
+        bounds = (tokens, self.limits.max_seq_len)
+        if memory.step is None:
+            memory.step = self._bind(memory, (starts, lens, requests, bounds))
+        raw = memory.step.raw
+        memory.step(self._grid, raw(starts), raw(lens), requests, bounds, *memory.args)
+        decodes = batch.max_query_len <= self.threshold
+        for (phase, _), work in buffers.work.items():
+            has_work = tokens > 0 and requests > 0
+            has_work &= self.threshold > 0 if phase == "decode" else not decodes
+            work.num_tokens, work.has_work = tokens, has_work
+        buffers.real_tokens, buffers.pages = tokens, NO_PAGES
+        host = batch.query_start_loc_cpu
+        sure = not self.options.adaptive
+        buffers.known_tokens = int(host[-1]) if host is not None and sure else 0
+        slots = batch.slot_mapping
+        buffers.packed = None
+        if len(memory.rows[1]) != requests:
+            memory.rows = memory.starts[: requests + 1], memory.lens[:requests]
+        buffers.copy = BatchCopy(
+            memory.rows[0],
+            memory.rows[1],
+            batch.page_table,
+            batch.causal if batch.encoder_seq_lens is None else False,
+            self._mask(buffers.memory, batch),
+            None if slots is None else DeviceWrites(slots, slots.shape[0]),
+        )
+
+    def _bind(self, memory: DeviceMemory, given: tuple[Any, ...]) -> Bound:
+        """The planning kernel for one slot's arrays, compiled for what a batch gives."""
+        tile = self.tiles["decode"]
+        args = (
             memory.starts,
             memory.lens,
             memory.items,
             memory.shares,
             memory.joins,
             self._windows,
-            requests,
-            (batch.num_tokens, self.limits.max_seq_len),
             self.threshold,
             (self.shard.rank, self.shard.interleave),
             self.capacity,
@@ -165,29 +209,10 @@ class DevicePlanner(Planner):
                 splits=self.options.debug_splits or 0,
                 least=LEAST_BLOCKS,
             ),
-            num_warps=1,
         )
-        decodes = batch.max_query_len <= self.threshold
-        for (phase, window), work in buffers.work.items():
-            has_work = batch.num_tokens > 0 and requests > 0
-            has_work &= self.threshold > 0 if phase == "decode" else not decodes
-            buffers.work[phase, window] = replace(
-                work, num_tokens=batch.num_tokens, has_work=has_work
-            )
-        buffers.real_tokens, buffers.pages = batch.num_tokens, PageUse()
-        host = batch.query_start_loc_cpu
-        sure = not self.options.adaptive
-        buffers.known_tokens = int(host[-1]) if host is not None and sure else 0
-        slots = batch.slot_mapping
-        buffers.packed = None
-        buffers.copy = BatchCopy(
-            memory.starts[: requests + 1],
-            memory.lens[:requests],
-            batch.page_table,
-            batch.causal if batch.encoder_seq_lens is None else False,
-            self._mask(buffers.memory, batch),
-            None if slots is None else DeviceWrites(slots, slots.shape[0]),
-        )
+        step = Bound(plan_step, (*given, *args), self.device, num_warps=1)
+        memory.args = step.raw(args)
+        return step
 
     def _mask(self, memory: DeviceMemory, batch: Batch) -> torch.Tensor | None:
         """The draft mask, drawn first if the batch has parents."""

@@ -8,7 +8,7 @@ import torch
 
 from pageant.cache.formats import Format
 from pageant.cache.pages import LayerCache
-from pageant.cache.scales import check_scale, is_finite
+from pageant.cache.scales import LOADED, check_scale, is_finite
 from pageant.cache.tensors import check_tensor, check_writable
 from pageant.plan.batch import Batch
 from pageant.types import CacheSpec, Features, Layer, OutFormat, Scalar, Shape, bad
@@ -26,7 +26,7 @@ class LayerParams:
         value_scale: factor on the output: v_scale if the cache is quantised.
         window, soft_cap, sinks, alibi_slopes, out_format: as in Layer.
         out_scale: as in Layer; 1 for outputs that are not quantised.
-        score_factors, value_factor: float32 [1] on a GPU, or None: q_scale and k_scale, and
+        score_factors, value_factor: floats [1] on a GPU, or None: q_scale and k_scale, and
             v_scale, where those lie there; kernels multiply by them too.
     """
 
@@ -37,7 +37,7 @@ class LayerParams:
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
     out_format: OutFormat = "model"
-    out_scale: float = 1.0
+    out_scale: Scalar = 1.0
     score_factors: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     value_factor: torch.Tensor | None = None
 
@@ -217,7 +217,7 @@ def resolve_layer(
         sinks=layer.sinks,
         alibi_slopes=layer.alibi_slopes,
         out_format=layer.out_format,
-        out_scale=1.0 if layer.out_format == "model" else float(layer.out_scale),
+        out_scale=_out_scale(layer, on_device),
         score_factors=(q_factor, k_factor),
         value_factor=value_factor,
     )
@@ -226,8 +226,16 @@ def resolve_layer(
 def _split(scale: Scalar, on_device: bool) -> tuple[float, torch.Tensor | None]:
     """A scale as a number, or as one that kernels read because the host cannot without waiting."""
     if on_device and isinstance(scale, torch.Tensor) and not scale.is_cpu:
-        return 1.0, scale.reshape(1).float()
+        one = scale.reshape(1)
+        return 1.0, one if one.dtype in LOADED else one.float()
     return float(scale), None
+
+
+def _out_scale(layer: Layer, on_device: bool) -> Scalar:
+    if layer.out_format == "model":
+        return 1.0
+    number, factor = _split(layer.out_scale, on_device)
+    return number if factor is None else factor
 
 
 def _check_per_head(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,22 @@ def lens_of(batch: Batch) -> Lens:
     """Read the lengths of a batch whose types and shapes are right."""
     starts = batch.query_start_loc.cpu().numpy().astype(np.int64)
     return Lens(starts, np.diff(starts), batch.key_lens.cpu().numpy().astype(np.int64))
+
+
+def traits_of(batch: Batch) -> Hashable:
+    """All that `check_host` looks at; None if something is of a wrong type."""
+    try:
+        traits = tuple([_traits(value) for value in vars(batch).values()])
+        hash(traits)
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    return traits
+
+
+def _traits(value: Any) -> Hashable:
+    if not isinstance(value, torch.Tensor):
+        return type(value), value
+    return value.shape, value.stride(), value.dtype, value.layout, value.device, value.requires_grad
 
 
 def check_host(batch: Batch, limits: Limits, features: Features, device: torch.device) -> None:

@@ -78,15 +78,19 @@ def _work(
     return units, first, tl.maximum(blocks, 1)
 
 
-@triton.jit(do_not_specialize=["num_requests", "bounds"])
+@triton.jit(
+    do_not_specialize=["starts", "lens", "num_requests", "bounds", "threshold", "shard", "capacity"]
+)
 def plan_step(
-    starts, lens, own_starts, own_lens, items, shares, joins, windows, num_requests, bounds,
+    starts, lens, num_requests, bounds, own_starts, own_lens, items, shares, joins, windows,
     threshold, shard, capacity, C: tl.constexpr,
 ):  # fmt: skip
     """Program (g, w) plans share g of window w; those of window 0 also copy the lengths.
 
     Args:
         starts, lens: int32 [R + 1] and [R], the batch's.
+        num_requests: R.
+        bounds: most tokens and most keys of a request.
         own_starts, own_lens: where they are copied to, within the bounds.
         items: int32 [windows, capacity, ITEM]: request, unit (its tile among those of a request),
             first and last block, slot of the partial result or -1.
@@ -94,8 +98,6 @@ def plan_step(
         joins: int32 [windows, G, JOIN]: an item of the tile whose parts the program joins, or -1;
             the first and last share that hold parts. Slots are 2 g, and 2 g + 1 for a first part.
         windows: int32, 0 for none.
-        num_requests: R.
-        bounds: most tokens and most keys of a request.
         threshold: most new tokens of a decode.
         shard: rank and interleave.
         capacity: items of a window.

@@ -200,6 +200,7 @@ def load_stores(row: Row) -> tuple[Callable[..., None], Callable[..., None]]:
     return _load(write), _load(quantize)
 
 
+@lru_cache(maxsize=64)
 def _load(place: str) -> Callable[..., None]:
     module, _, name = place.partition(":")
     launcher: Callable[..., None] = getattr(import_module(module), name)

@@ -22,6 +22,7 @@ def write_pages(
     cache: LayerCache,
     index: WriteIndex,
     scales: tuple[Scalar, Scalar] = (1.0, 1.0),
+    _kept: object = None,
 ) -> None:
     """Store tokens by slot.
 
@@ -30,6 +31,7 @@ def write_pages(
         cache: one layer's pages.
         index: where each token goes.
         scales: k_scale and v_scale, for formats they apply to.
+        _kept: of use to writers that compile, not here.
     """
     encoded = []  # both sides, before either is stored
     for values, scale in zip((k, v), scales, strict=True):

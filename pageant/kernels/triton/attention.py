@@ -10,6 +10,7 @@ Limits: unit content stride.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,12 +23,15 @@ from pageant.kernels.call import AttentionCall
 from pageant.kernels.triton import attention_tile as tiles
 from pageant.kernels.triton.attention_tile import Variant, attend, blocks_of, finish
 from pageant.kernels.triton.common.widen import kind_of
+from pageant.plan.bound import Bound, unchanged
 from pageant.plan.device_plan import DeviceWork
 from pageant.plan.on_device import BEGIN, END, ITEM, JOIN, PARTIAL, REQUEST, UNIT
 from pageant.plan.tiles import Tile, operand_dtype, power_of_2
 
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-VARYING = ["num_requests", "out_to", "lse_to", "pages"]
+# Of these no code depends on the value: one variant serves them all.
+FREE = ["pages", "causal", "masks", "lse_to", "slopes", "sinks", "numbers", "factors", "shard"]
+FREE += ["num_requests", "threshold"]
 
 
 @triton.jit
@@ -38,10 +42,10 @@ def _place(unit, C: tl.constexpr):
     return unit % C.kv_heads, piece % PIECES * C.heads, piece // PIECES * C.tokens
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=FREE)
 def _decode(
-    work, q, starts, lens, pages, sides, causal, masks, slopes, sinks, numbers, factors,
-    value_scale, shard, out_to, lse_to, parts, C: tl.constexpr,
+    q, pages, causal, masks, out_to, lse_to, work, parts, starts, lens, sides, slopes, sinks,
+    numbers, factors, value_scale, shard, C: tl.constexpr,
 ):  # fmt: skip
     """Program g walks share g: items, shares; see `plan_step` and `attend`."""
     items, shares = work
@@ -74,8 +78,8 @@ def _decode(
             tl.store(part_lse + i, lse, mask=exists)
 
 
-@triton.jit(do_not_specialize=VARYING)
-def _join(work, starts, sinks, factors, value_scale, out_to, lse_to, parts, C: tl.constexpr):
+@triton.jit(do_not_specialize=FREE)
+def _join(out_to, lse_to, work, parts, starts, sinks, factors, value_scale, C: tl.constexpr):
     """Program g joins the parts of the tile that share g continues, if it is the first to."""
     items, joins = work
     part_out, part_lse = parts
@@ -122,10 +126,10 @@ def _join(work, starts, sinks, factors, value_scale, out_to, lse_to, parts, C: t
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=FREE)
 def _prefill(
-    q, starts, lens, pages, sides, causal, masks, slopes, sinks, numbers, factors, value_scale,
-    shard, out_to, lse_to, num_requests, threshold, C: tl.constexpr,
+    q, pages, causal, masks, out_to, lse_to, num_requests, threshold, starts, lens, sides, slopes,
+    sinks, numbers, factors, value_scale, shard, C: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, unit): the tiles of a request begin at number starts[r] // tokens + r."""
     TOKENS: tl.constexpr = C.tokens
@@ -154,52 +158,138 @@ def _prefill(
 
 def run_decode(call: AttentionCall) -> None:
     """Attend to the rows of the requests that decode."""
-    work: DeviceWork = call.work
-    tile, shared, variant = _arguments(call, work.tile, in_parts=False)
-    parts = (call.workspace.partial_out, call.workspace.partial_lse)
-    grid = (work.shares.shape[0],)
-    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
-    _decode[grid]((work.items, work.shares), *shared, *_results(call), parts, variant, **options)
-    _join[grid](
-        (work.items, work.joins), call.query_start_loc, call.params.sinks, shared[-3], shared[-2],
-        *_results(call), parts, variant, num_warps=4,
-    )  # fmt: skip
+    _ready(call, _Decode)(call)
 
 
 def run_prefill(call: AttentionCall) -> None:
     """Attend to the rows of the requests that do not decode."""
-    work: DeviceWork = call.work
-    tile, shared, variant = _arguments(call, work.tile, in_parts=True)
-    requests = len(call.key_lens)
-    units = variant.kv_heads * -(-variant.group // variant.heads)
-    _prefill[(work.num_tokens // tile.tokens + requests, units)](
-        *shared, *_results(call), requests, work.threshold, variant,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    _ready(call, _Prefill)(call)
 
 
-def _results(call: AttentionCall) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Where rows go, with strides of token and head: outputs, and lse."""
-    lse = (None, 0, 0) if call.lse is None else (call.lse, *call.lse.stride())
-    return (call.out, *call.out.stride()[:2]), lse
+def _ready(call: AttentionCall, phase: type[_Phase]) -> _Phase:
+    """The phase's launches for such a call, made at the first one."""
+    kind = (phase, call.work, _causality(call), call.draft_mask is None, call.lse is None)
+    if kind not in call.kept:
+        call.kept[kind] = phase(call)
+    ready: _Phase = call.kept[kind]
+    return ready
 
 
-def _arguments(
-    call: AttentionCall, tile: Tile, *, in_parts: bool
-) -> tuple[Tile, tuple[Any, ...], Variant]:
-    """What both kernels are given, from q to shard, and what is compiled into them."""
-    params, cache, mask = call.params, call.cache, call.draft_mask
-    fmt = cache.format
-    keys, values = cache.sides
-    by_request = isinstance(call.causal, torch.Tensor)
-    _, page_size, kv_heads, _ = cache.k.shape
+def _causality(call: AttentionCall) -> int:
+    if isinstance(call.causal, torch.Tensor):
+        return int(tiles.CAUSAL_BY_REQUEST.value)
+    return int(tiles.CAUSAL.value if call.causal else tiles.NON_CAUSAL.value)
+
+
+class _Phase:
+    """What every call of one kind has in common: its code, and the arguments that stay."""
+
+    in_parts: bool
+
+    def __init__(self, call: AttentionCall) -> None:
+        params, cache, work = call.params, call.cache, call.work
+        self.tile: Tile = work.tile
+        self.variant = _variant(call, self.tile, in_parts=self.in_parts)
+        self.strides = call.q.stride()[:2], call.out.stride()[:2]
+        self.lse_strides = (0, 0) if call.lse is None else call.lse.stride()
+        self.rows_from = (call.query_start_loc, call.key_lens)
+        self.finish = (params.sinks, (*params.score_factors, params.value_factor))
+        self.layer = (
+            tuple([_side(side, cache.format) for side in cache.sides]),
+            params.alibi_slopes,
+            params.sinks,
+            (params.score_scale, params.soft_cap or 1.0, params.window or 0),
+            self.finish[1],
+            params.value_scale,
+            (call.shard.rank, call.shard.interleave),
+            self.variant,
+        )
+        self.bind(call)
+
+    def bind(self, call: AttentionCall) -> None:
+        """Compile for such a call."""
+        raise NotImplementedError
+
+    def __call__(self, call: AttentionCall) -> None:
+        """Launch."""
+        raise NotImplementedError
+
+    def rows(self, call: AttentionCall, raw: Callable[[Any], Any]) -> tuple[Any, ...]:
+        """The arguments from q to masks."""
+        table, causal, mask = call.page_table, call.causal, call.draft_mask
+        return (
+            (raw(call.q), *self.strides[0]),
+            (raw(table), table.stride(0), call.cache.num_pages),
+            raw(causal) if isinstance(causal, torch.Tensor) else None,
+            None if mask is None else (raw(mask.view(torch.uint8)), mask.stride(0)),
+        )
+
+    def results(self, call: AttentionCall, raw: Callable[[Any], Any]) -> tuple[Any, ...]:
+        """The arguments out_to and lse_to."""
+        return (raw(call.out), *self.strides[1]), (raw(call.lse), *self.lse_strides)
+
+
+class _Decode(_Phase):
+    in_parts = False
+
+    def bind(self, call: AttentionCall) -> None:
+        """Compile the walk over the shares, and the join of what they leave."""
+        work: DeviceWork = call.work
+        parts = (call.workspace.partial_out, call.workspace.partial_lse)
+        walk = ((work.items, work.shares), parts, *self.rows_from, *self.layer)
+        join = (
+            (work.items, work.joins),
+            parts,
+            call.query_start_loc,
+            *self.finish,
+            call.params.value_scale,
+            self.variant,
+        )
+        results = self.results(call, unchanged)
+        self.walk = Bound(
+            _decode, (*self.rows(call, unchanged), *results, *walk), call.q.device,
+            num_warps=self.tile.warps, num_stages=self.tile.stages,
+        )  # fmt: skip
+        self.join = Bound(_join, (*results, *join), call.q.device, num_warps=4)
+        self.walk_args, self.join_args = self.walk.raw(walk), self.join.raw(join)
+        self.grid = (work.shares.shape[0], 1, 1)
+
+    def __call__(self, call: AttentionCall) -> None:
+        results = self.results(call, self.walk.raw)
+        self.walk(self.grid, *self.rows(call, self.walk.raw), *results, *self.walk_args)
+        self.join(self.grid, *results, *self.join_args)
+
+
+class _Prefill(_Phase):
+    in_parts = True
+
+    def bind(self, call: AttentionCall) -> None:
+        """Compile the tiles."""
+        args = (call.work.threshold, *self.rows_from, *self.layer)
+        rows, results = self.rows(call, unchanged), self.results(call, unchanged)
+        self.tiles = Bound(
+            _prefill, (*rows, *results, len(call.key_lens), *args), call.q.device,
+            num_warps=self.tile.warps, num_stages=self.tile.stages,
+        )  # fmt: skip
+        self.args = self.tiles.raw(args)
+        self.units = self.variant.kv_heads * -(-self.variant.group // self.variant.heads)
+
+    def __call__(self, call: AttentionCall) -> None:
+        raw, requests = self.tiles.raw, len(call.key_lens)
+        grid = (call.work.num_tokens // self.tile.tokens + requests, self.units, 1)
+        self.tiles(grid, *self.rows(call, raw), *self.results(call, raw), requests, *self.args)
+
+
+def _variant(call: AttentionCall, tile: Tile, *, in_parts: bool) -> Variant:
+    """What is compiled into the code for such a call."""
+    params, fmt, values = call.params, call.cache.format, call.cache.sides[1]
+    _, page_size, kv_heads, _ = call.cache.k.shape
     heads, dim = call.q.shape[1:]
     value_dim = call.out.shape[2]
     by_row = tiles.ROW_SCALES.value if fmt.scale_dtype is not None else tiles.NO_SCALES.value
     scales = tiles.BLOCK_SCALES.value if fmt.scale_block else by_row
-    causal = tiles.CAUSAL_BY_REQUEST if by_request else tiles.CAUSAL
     least = 2 * fmt.scale_block or 16  # Triton 3.6 mixes up scales if a row has one block
-    variant = Variant(
+    return Variant(
         tokens=tile.tokens,
         heads=tile.heads,
         rows=tile.rows,
@@ -216,30 +306,14 @@ def _arguments(
         scales=scales,
         value_scales=tiles.SWIZZLED_SCALES.value if values.is_swizzled else scales,
         dtype=DTYPES[operand_dtype(call.q.dtype, fmt)],
-        causal=(tiles.NON_CAUSAL if call.causal is False else causal).value,
-        draft_mask=mask is not None,
+        causal=_causality(call),
+        draft_mask=call.draft_mask is not None,
         window=params.window is not None,
         cap=params.soft_cap is not None,
         alibi=params.alibi_slopes is not None,
         world=call.shard.world,
         in_parts=in_parts,
     )
-    shared = (
-        (call.q, *call.q.stride()[:2]),
-        call.query_start_loc,
-        call.key_lens,
-        (call.page_table, call.page_table.stride(0), cache.num_pages),
-        (_side(keys, fmt), _side(values, fmt)),
-        call.causal if by_request else None,
-        None if mask is None else (mask.view(torch.uint8), mask.stride(0)),
-        params.alibi_slopes,
-        params.sinks,
-        (params.score_scale, params.soft_cap or 1.0, params.window or 0),
-        (*params.score_factors, params.value_factor),
-        params.value_scale,
-        (call.shard.rank, call.shard.interleave),
-    )
-    return tile, shared, variant
 
 
 def _side(side: Side, fmt: Format) -> tuple[Any, ...]:

@@ -328,7 +328,7 @@ def attend(
         masks: draft mask bool [T, M] and its stride, or None.
         slopes: float32 [Hq], or None.
         numbers: factor on scores, cap, window.
-        factors: further factors on scores, float32 [1] each, or None: of queries, of keys.
+        factors: further factors on scores, [1] each, or None: of queries, of keys.
         shard: rank and interleave.
         C: the variant.
 
@@ -358,9 +358,9 @@ def attend(
         slope = tl.load(slopes + query_head, mask=exists, other=0.0) * LOG2_E
     score, cap, window = numbers
     if factors[0] is not None:
-        score *= tl.load(factors[0])
+        score *= tl.load(factors[0]).to(tl.float32)
     if factors[1] is not None:
-        score *= tl.load(factors[1])
+        score *= tl.load(factors[1]).to(tl.float32)
     is_causal = 1
     if C.causal == CAUSAL_BY_REQUEST:
         is_causal = tl.load(causal + request).to(tl.int32)
@@ -432,14 +432,14 @@ def finish(
     Args:
         out, lse, token, query_head, exists: as `attend` returns them.
         sinks: float32 [Hq], or None.
-        value_scale, value_factor: factors on the output: a number; float32 [1] or None.
+        value_scale, value_factor: factors on the output: a number; [1] or None.
         out_to, lse_to: pointer, and strides of token and head; lse's pointer may be None.
         C: the variant.
     """
     VALUES: tl.constexpr = C.padded_value_dim
     factor = value_scale
     if value_factor is not None:
-        factor *= tl.load(value_factor)
+        factor *= tl.load(value_factor).to(tl.float32)
     if sinks is not None:
         sink = tl.load(sinks + query_head, mask=exists, other=0.0) * LOG2_E
         out = out / (1.0 + tl.exp2(sink - lse))[:, None]

@@ -27,16 +27,15 @@ from pageant.kernels.triton.common.encode import (
     to_bf16,
 )
 from pageant.kernels.triton.common.scalars import kernel_scale
+from pageant.plan.bound import Bound
 from pageant.plan.copies import DeviceWrites
 from pageant.types import Scalar
 
 TILE = 2048  # elements a program: 16 a thread, one block of nvfp4
-NUM_WARPS = 4
-
-Options = dict[str, Any]
+OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+@triton.jit(do_not_specialize=["slots", "slots_step", "num_tokens", "num_slots"])
 def write_kernel(
     k,
     k_token,
@@ -46,6 +45,10 @@ def write_kernel(
     v_token,
     v_head,
     v_content,
+    slots,
+    slots_step,
+    num_tokens,
+    num_slots,
     keys,
     keys_page,
     keys_row,
@@ -64,14 +67,11 @@ def write_kernel(
     v_scales_head,
     k_scale,
     v_scale,
-    slots,
-    slots_step,
-    num_tokens,
-    num_slots,
     D: tl.constexpr,
     DV: tl.constexpr,
     HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
     TILE: tl.constexpr,
     QUANTIZED: tl.constexpr,
     EXPONENT_BITS: tl.constexpr,
@@ -79,7 +79,6 @@ def write_kernel(
     MAX: tl.constexpr,
     TOP: tl.constexpr,
     OTHER_TOP: tl.constexpr,
-    SWIZZLED: tl.constexpr,
 ):
     """Grid: ceil(T * HEADS / rows a program), 2; keys first. Pointers to bytes are to uint8.
 
@@ -238,6 +237,7 @@ def write_pages(
     cache: LayerCache,
     slots: torch.Tensor,
     scales: tuple[Scalar, Scalar] = (1.0, 1.0),
+    kept: dict[Any, Any] | None = None,
 ) -> None:
     """Store tokens by slot, in one launch; nothing waits for the device.
 
@@ -248,37 +248,26 @@ def write_pages(
         slots: int64 [T], on the device. Token t goes to row slot % N of page slot // N; one whose
             slot is negative or past the pool is skipped.
         scales: k_scale and v_scale, for formats they apply to; tensors may lie anywhere.
+        kept: see ``AttentionCall.kept``; the scales are those of the first call.
     """
-    num_tokens = slots.shape[0]
+    num_tokens, num_slots = slots.shape[0], cache.num_pages * cache.page_size
     if num_tokens == 0:
         return
-    heads, page_size = k.shape[1], cache.page_size
-    keys, values = cache.sides
-    k_scale, v_scale = map(kernel_scale, scales) if cache.format.uses_layer_scales else (None, None)
-    longest = triton.next_power_of_2(max(k.shape[2], v.shape[2]))
-    grid = (-(-num_tokens * heads // (TILE // longest)), 2)
-    write_kernel[grid](
-        k,
-        *k.stride(),
-        v,
-        *v.stride(),
-        *_elements(keys),
-        *_elements(values),
-        *_scales(keys),
-        *_scales(values),
-        k_scale,
-        v_scale,
-        slots,
-        slots.stride(0),
-        num_tokens,
-        cache.num_pages * page_size,
-        D=k.shape[2],
-        DV=v.shape[2],
-        HEADS=heads,
-        PAGE_SIZE=page_size,
-        SWIZZLED=values.is_swizzled,
-        **options(cache.format.name),
-    )
+    ready = None if kept is None else kept.get("write")
+    if ready is None:
+        fixed = _fixed(k, v, cache, scales)
+        given = (k, *k.stride(), v, *v.stride(), slots, slots.stride(0), num_tokens, num_slots)
+        kernel = Bound(write_kernel, (*given, *fixed), k.device, **OPTIONS)
+        ready = kernel, kernel.raw(fixed), (k.stride(), v.stride())
+        if kept is not None:
+            kept["write"] = ready
+    kernel, fixed, (k_strides, v_strides) = ready
+    raw, longest = kernel.raw, triton.next_power_of_2(max(k.shape[2], v.shape[2]))
+    kernel(
+        (-(-num_tokens * k.shape[1] // (TILE // longest)), 2, 1),
+        raw(k), *k_strides, raw(v), *v_strides, raw(slots), slots.stride(0), num_tokens, num_slots,
+        *fixed,
+    )  # fmt: skip
 
 
 def write_planned(
@@ -287,27 +276,41 @@ def write_planned(
     cache: LayerCache,
     writes: DeviceWrites,
     scales: tuple[Scalar, Scalar],
+    kept: dict[Any, Any],
 ) -> None:
     """Store the new tokens of a plan."""
-    write_pages(k, v, cache, writes.slots, scales)
+    write_pages(k, v, cache, writes.slots, scales, kept)
+
+
+def _fixed(
+    k: torch.Tensor, v: torch.Tensor, cache: LayerCache, scales: tuple[Scalar, Scalar]
+) -> tuple[Any, ...]:
+    """The kernel's arguments from `keys` on."""
+    keys, values = cache.sides
+    scaled = cache.format.uses_layer_scales
+    return (
+        *_elements(keys),
+        *_elements(values),
+        *_scales(keys),
+        *_scales(values),
+        *(map(kernel_scale, scales) if scaled else (None, None)),
+        k.shape[2],
+        v.shape[2],
+        k.shape[1],
+        cache.page_size,
+        values.is_swizzled,
+        TILE,
+        *constants(cache.format.name),
+    )
 
 
 @functools.cache
-def options(name: str) -> Options:
-    """What a format adds to a launch: its numbers, and no fused multiply-add."""
+def constants(name: str) -> tuple[Any, ...]:
+    """What of a format is compiled in: from QUANTIZED to OTHER_TOP."""
     fmt = FORMATS[name]
     tops = (*fmt.block_tops, 0.0, 0.0)
-    return {
-        "TILE": TILE,
-        "QUANTIZED": fmt.quantized,
-        "EXPONENT_BITS": fmt.exponent_bits,
-        "MANTISSA_BITS": fmt.mantissa_bits,
-        "MAX": fmt.max_value,
-        "TOP": tops[0],
-        "OTHER_TOP": tops[1],
-        "num_warps": NUM_WARPS,
-        "enable_fp_fusion": False,
-    }
+    bits = fmt.exponent_bits, fmt.mantissa_bits
+    return (fmt.quantized, *bits, fmt.max_value, tops[0], tops[1])
 
 
 def _elements(side: Side) -> tuple[Any, ...]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from pageant.cache.scales import LOADED
 from pageant.types import Scalar
-
-_LOADED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def kernel_scale(scale: Scalar) -> Scalar | None:
@@ -19,4 +18,4 @@ def kernel_scale(scale: Scalar) -> Scalar | None:
         return None if scale == 1.0 else float(scale)
     if scale.is_cpu:
         return float(scale.to(torch.float32))
-    return scale if scale.dtype in _LOADED else scale.to(torch.float32)
+    return scale if scale.dtype in LOADED else scale.to(torch.float32)

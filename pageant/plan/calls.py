@@ -1,0 +1,170 @@
+"""What run and write are given, checked; a call like an earlier one is found again instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pageant.cache.formats import Format
+from pageant.cache.out_scales import OutScales
+from pageant.cache.pages import LayerCache
+from pageant.cache.scales import LOADED, check_scale
+from pageant.plan.batch import Batch
+from pageant.plan.inputs import (
+    LayerParams,
+    check_cache,
+    check_cache_writable,
+    check_new_rows,
+    check_query,
+    check_unpaged,
+)
+from pageant.plan.outputs import check_output
+from pageant.types import CacheSpec, Features, Layer, Shape
+
+ALIGNED = 16  # bytes; compiled code may rely on that
+UNUSED = LayerParams(score_scale=1.0)
+MOST = 4096  # calls remembered; a model has one for each layer and size of a batch
+MOST_PLACES = 64  # of each
+
+
+@dataclass(eq=False, slots=True)
+class Known:
+    """Calls whose cache and layer are the same, and whose tensors are of the same kinds.
+
+    Attributes:
+        cache, layer: whose they are; kept so that nothing else takes their identity.
+        params: the layer's numbers, of which write uses none.
+        places: addresses of q and out, or of k and v, that were found to harm nothing.
+        kept: see ``AttentionCall.kept``.
+    """
+
+    cache: LayerCache
+    layer: Layer
+    params: LayerParams = UNUSED
+    places: set[tuple[int, int]] = field(default_factory=set)
+    kept: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Checks calls of run and write for one Attention.
+
+    Attributes:
+        shape, spec, fmt, features, device: the Attention's.
+        resolve: gives a layer's numbers, see ``resolve_layer``.
+    """
+
+    shape: Shape
+    spec: CacheSpec
+    fmt: Format
+    features: Features
+    device: torch.device
+    resolve: Callable[..., LayerParams]
+    known: dict[Hashable, Known] = field(default_factory=dict)
+
+    def check_run(
+        self,
+        batch: Batch,
+        q: torch.Tensor,
+        cache: LayerCache | None,
+        layer: Layer,
+        out: torch.Tensor | None,
+        out_scales: OutScales | None,
+        new: tuple[torch.Tensor | None, torch.Tensor | None],
+    ) -> Known:
+        """Raise for a mistake in what run is given; `new` are its k and v."""
+        kind = _kind("run", cache, layer, q, out)
+        if out_scales is None and new[0] is None and new[1] is None:
+            found = self._find(kind, batch.num_tokens, q, out)
+            if found is not None:
+                return found
+        cache = check_cache(cache, self.shape, self.spec, self.fmt, self.device)
+        check_query(q, self.shape, batch.num_tokens, self.device)
+        params = self.resolve(layer, self.features, self.shape, self.fmt, q)
+        check_unpaged(*new, self.shape, batch, self.device)
+        check_output(out, out_scales, q, cache, params, self.shape, batch.num_tokens)
+        return self._remember(kind, Known(cache, layer, params), q, out)
+
+    def check_write(
+        self,
+        num_tokens: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: LayerCache,
+        layer: Layer,
+    ) -> Known:
+        """Raise for a mistake in what write is given."""
+        kind = _kind("write", cache, layer, k, v)
+        found = self._find(kind, num_tokens, k, v)
+        if found is not None:
+            return found
+        check_cache(cache, self.shape, self.spec, self.fmt, self.device)
+        check_cache_writable(cache)
+        check_new_rows(k, v, self.shape, num_tokens, self.device)
+        check_scale("layer.k_scale", layer.k_scale)
+        check_scale("layer.v_scale", layer.v_scale)
+        return self._remember(kind, Known(cache, layer), k, v)
+
+    def _find(
+        self, kind: Hashable, num_tokens: int, x: torch.Tensor, y: torch.Tensor | None
+    ) -> Known | None:
+        """What is known of such a call, if these tensors' places and lengths will do."""
+        found = self.known.get(kind) if kind else None
+        if found is None or _place(x, y) not in found.places:
+            return None
+        rows = x.shape[0] if y is None else min(x.shape[0], y.shape[0])
+        return found if rows >= num_tokens else None
+
+    def _remember(
+        self, kind: Hashable, checked: Known, x: torch.Tensor, y: torch.Tensor | None
+    ) -> Known:
+        if kind is None or not _lasts(checked.layer, self.device):
+            return checked
+        if len(self.known) >= MOST:
+            self.known.clear()
+        found = self.known.setdefault(kind, checked)
+        if len(found.places) >= MOST_PLACES:
+            found.places.clear()
+        found.places.add(_place(x, y))
+        return found
+
+
+def _kind(
+    what: str, cache: LayerCache | None, layer: Layer, x: torch.Tensor, y: torch.Tensor | None
+) -> Hashable:
+    """What checks and compiled code depend on; None if something is of a wrong type."""
+    try:
+        kind = (
+            what,
+            id(cache),
+            layer,
+            *_traits(x),
+            None if y is None else (*_traits(y), y.is_inference()),
+            torch.is_inference_mode_enabled(),
+        )
+        hash(kind)
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    return kind
+
+
+def _place(x: torch.Tensor, y: torch.Tensor | None) -> tuple[int, int]:
+    return x.data_ptr(), 0 if y is None else y.data_ptr()
+
+
+def _traits(x: torch.Tensor) -> tuple[Hashable, ...]:
+    traits = (x.shape, x.stride(), x.dtype, x.layout, x.device, x.requires_grad)
+    return (*traits, x.data_ptr() % ALIGNED == 0)
+
+
+def _lasts(layer: Layer, device: torch.device) -> bool:
+    """Whether the layer's numbers stay: those in tensors may change, unless kernels read them."""
+    scales = (layer.q_scale, layer.k_scale, layer.v_scale, layer.out_scale)
+    return all(
+        not isinstance(scale, torch.Tensor)
+        or (device.type != "cpu" and scale.device == device and scale.dtype in LOADED)
+        for scale in scales
+    )
