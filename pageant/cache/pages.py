@@ -48,6 +48,12 @@ class LayerCache:
         return Side(self.k, self.k_scales, False), Side(self.v, self.v_scales, is_swizzled)
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Elements of keys and values, then their scales, where there are any."""
+        parts = (self.k, self.v, self.k_scales, self.v_scales)
+        return [part for part in parts if part is not None]
+
+    @property
     def num_pages(self) -> int:
         """P: pages of the pool."""
         return self.k.shape[0]

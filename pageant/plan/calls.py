@@ -12,6 +12,7 @@ from pageant.cache.formats import Format
 from pageant.cache.out_scales import OutScales
 from pageant.cache.pages import LayerCache
 from pageant.cache.scales import LOADED, check_scale
+from pageant.cache.tensors import spans_meet
 from pageant.plan.batch import Batch
 from pageant.plan.inputs import (
     LayerParams,
@@ -37,15 +38,29 @@ class Known:
     Attributes:
         cache, layer: whose they are; kept so that nothing else takes their identity.
         params: the layer's numbers, of which write uses none.
-        places: addresses of q and out, or of k and v, that were found to harm nothing.
+        places: addresses and lengths of q and out that were found to harm nothing.
         kept: see ``AttentionCall.kept``.
     """
 
     cache: LayerCache
     layer: Layer
     params: LayerParams = UNUSED
-    places: set[tuple[int, int]] = field(default_factory=set)
+    places: set[tuple[int, int, int, int]] = field(default_factory=set)
     kept: dict[Any, Any] = field(default_factory=dict)
+
+    def has_place(self, q: torch.Tensor, out: torch.Tensor | None) -> bool:
+        """Whether it is sure that writing `out` harms nothing: it lies apart from all else."""
+        if out is None:
+            return True
+        place = (q.data_ptr(), q.shape[0], out.data_ptr(), out.shape[0])
+        if place not in self.places:
+            others = (q, *self.cache.tensors, self.layer.sinks, self.layer.alibi_slopes)
+            if any(other is not None and spans_meet(out, other) for other in others):
+                return False
+            if len(self.places) >= MOST_PLACES:
+                self.places.clear()
+            self.places.add(place)
+        return True
 
 
 @dataclass(frozen=True)
@@ -77,16 +92,18 @@ class Calls:
     ) -> Known:
         """Raise for a mistake in what run is given; `new` are its k and v."""
         kind = _kind("run", cache, layer, q, out)
-        if out_scales is None and new[0] is None and new[1] is None:
-            found = self._find(kind, batch.num_tokens, q, out)
-            if found is not None:
-                return found
+        found = self._find(kind, batch.num_tokens, q, out)
+        is_usual = out_scales is None and new[0] is None and new[1] is None
+        if found is not None and is_usual and found.has_place(q, out):
+            return found
         cache = check_cache(cache, self.shape, self.spec, self.fmt, self.device)
         check_query(q, self.shape, batch.num_tokens, self.device)
         params = self.resolve(layer, self.features, self.shape, self.fmt, q)
         check_unpaged(*new, self.shape, batch, self.device)
         check_output(out, out_scales, q, cache, params, self.shape, batch.num_tokens)
-        return self._remember(kind, Known(cache, layer, params), q, out)
+        if out is not None and not _lie_in_order(out):
+            kind = None
+        return self._remember(kind, Known(cache, layer, params))
 
     def check_write(
         self,
@@ -106,30 +123,24 @@ class Calls:
         check_new_rows(k, v, self.shape, num_tokens, self.device)
         check_scale("layer.k_scale", layer.k_scale)
         check_scale("layer.v_scale", layer.v_scale)
-        return self._remember(kind, Known(cache, layer), k, v)
+        return self._remember(kind, Known(cache, layer))
 
     def _find(
         self, kind: Hashable, num_tokens: int, x: torch.Tensor, y: torch.Tensor | None
     ) -> Known | None:
-        """What is known of such a call, if these tensors' places and lengths will do."""
+        """What is known of such a call, if these tensors have rows enough."""
         found = self.known.get(kind) if kind else None
-        if found is None or _place(x, y) not in found.places:
+        if found is None:
             return None
         rows = x.shape[0] if y is None else min(x.shape[0], y.shape[0])
         return found if rows >= num_tokens else None
 
-    def _remember(
-        self, kind: Hashable, checked: Known, x: torch.Tensor, y: torch.Tensor | None
-    ) -> Known:
+    def _remember(self, kind: Hashable, checked: Known) -> Known:
         if kind is None or not _lasts(checked.layer, self.device):
             return checked
         if len(self.known) >= MOST:
             self.known.clear()
-        found = self.known.setdefault(kind, checked)
-        if len(found.places) >= MOST_PLACES:
-            found.places.clear()
-        found.places.add(_place(x, y))
-        return found
+        return self.known.setdefault(kind, checked)
 
 
 def _kind(
@@ -151,12 +162,14 @@ def _kind(
     return kind
 
 
-def _place(x: torch.Tensor, y: torch.Tensor | None) -> tuple[int, int]:
-    return x.data_ptr(), 0 if y is None else y.data_ptr()
+def _lie_in_order(out: torch.Tensor) -> bool:
+    """Whether each row ends before the next begins, however many there are."""
+    inner = zip(out.shape[1:], out.stride()[1:], strict=True)
+    return out.stride(0) > sum((size - 1) * step for size, step in inner)
 
 
 def _traits(x: torch.Tensor) -> tuple[Hashable, ...]:
-    traits = (x.shape, x.stride(), x.dtype, x.layout, x.device, x.requires_grad)
+    traits = (x.shape[1:], x.stride(), x.dtype, x.layout, x.device, x.requires_grad)
     return (*traits, x.data_ptr() % ALIGNED == 0)
 
 

@@ -120,7 +120,7 @@ def check_cache(
             continue
         want = (*rows, fmt.num_scales(dim)) if fmt.scale_block else rows
         _check_pages(f"{name}_scales", side.scales, fmt.scale_dtype, want, device)
-    for name, part in zip(("v", "k_scales", "v_scales"), _tensors(cache)[1:], strict=False):
+    for name, part in zip(("v", "k_scales", "v_scales"), cache.tensors[1:], strict=False):
         if part.shape[0] != cache.num_pages:
             have = f"{part.shape[0]} pages of {name}"
             raise bad("cache", have, f"{cache.num_pages} pages, as of k")
@@ -143,14 +143,9 @@ def _check_pages(
         raise bad("cache", f"{name} with content stride {x.stride(3)}", "content stride 1")
 
 
-def _tensors(cache: LayerCache) -> list[torch.Tensor]:
-    parts = (cache.k, cache.v, cache.k_scales, cache.v_scales)
-    return [part for part in parts if part is not None]
-
-
 def check_cache_writable(cache: LayerCache) -> None:
     """Raise if torch would not let us write to some part of the pages."""
-    for part in _tensors(cache):
+    for part in cache.tensors:
         check_writable("cache", part)
 
 

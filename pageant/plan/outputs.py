@@ -96,7 +96,7 @@ def _check_memory(
     check_writable(name, x)
     if overlaps_itself(x):
         raise bad(name, f"a tensor of strides {x.stride()}", "rows that do not overlap")
-    pages = () if cache is None else (cache.k, cache.v, cache.k_scales, cache.v_scales)
+    pages = () if cache is None else cache.tensors
     others = {"cache": pages, "layer": (params.sinks, params.alibi_slopes)}
     for owner, tensors in others.items():
         if any(other is not None and spans_meet(x, other) for other in tensors):

@@ -37,8 +37,17 @@ def test_an_output_that_meets_the_query_is_seen_after_one_that_does_not(
     memory, step = torch.zeros(8, 2, 16), plan(attn)
     attn.run(step, memory[:2], kv[0], out=memory[4:6])
     attn.run(step, memory[:2], kv[0], out=memory[4:6])
-    with pytest.raises(pageant.ArgumentError, match="out is .a part of q's memory"):
+    with pytest.raises(pageant.ArgumentError, match="a part of q's memory"):
         attn.run(step, memory[:2], kv[0], out=memory[1:3])
+
+
+def test_rows_that_overlap_are_seen_after_one_that_cannot(
+    attn: pageant.Attention, kv: pageant.PagedCache
+) -> None:
+    memory = torch.zeros(64).as_strided((2, 2, 16), (8, 16, 1))
+    attn.run(plan(attn, tokens=1), torch.zeros(1, 2, 16), kv[0], out=memory[:1])
+    with pytest.raises(pageant.ArgumentError, match="rows that do not overlap"):
+        attn.run(plan(attn), torch.zeros(2, 2, 16), kv[0], out=memory)
 
 
 def test_too_few_rows_are_seen_after_a_batch_that_needed_fewer(
@@ -102,11 +111,12 @@ def test_what_is_remembered_stays_bounded(
 ) -> None:
     monkeypatch.setattr(calls, "MOST", 3)
     monkeypatch.setattr(calls, "MOST_PLACES", 2)
-    step = plan(attn)
+    step, memory = plan(attn), torch.zeros(40, 2, 20)
     kinds, places = 0, 0
-    for rows in range(2, 9):
-        for _ in range(4):
-            attn.run(step, torch.zeros(rows, 2, 16), kv[0], out=torch.zeros(rows, 2, 16))
+    for width in range(16, 20):
+        for row in range(0, 40, 8):
+            q = torch.zeros(2, 2, width)[:, :, :16]
+            attn.run(step, q, kv[0], out=memory[row : row + 2, :, :16])
             kinds = max(kinds, len(attn._calls.known))
             places = max(places, *(len(one.places) for one in attn._calls.known.values()))
     assert (kinds, places) == (3, 2)
