@@ -52,7 +52,7 @@ def held(tokens, shard, WORLD: tl.constexpr):
 
 
 @triton.jit
-def _request(starts, lens, request, live, bounds):
+def lengths_of(starts, lens, request, live, bounds):
     """First token, new tokens and keys of requests, within the bounds of the buffers."""
     max_tokens, max_len = bounds
     start = tl.load(starts + request, mask=live, other=0)
@@ -69,7 +69,7 @@ def _work(
 ):  # fmt: skip
     """Decode's tiles of each request, the first block they see, and how many (at least one)."""
     bounds, threshold, window, shard = rule
-    _start, m, n = _request(starts, lens, request, live, bounds)
+    _start, m, n = lengths_of(starts, lens, request, live, bounds)
     decodes = live & (m > 0) & (m <= threshold)
     units = tl.where(decodes, (m + C.tokens - 1) // C.tokens * C.units, 0)
     low = tl.where(window > 0, tl.minimum(tl.maximum(n - m - window + 1, 0), n), 0)
@@ -111,7 +111,7 @@ def plan_step(
         for first in range(g * MANY, num_requests + 1, tl.num_programs(0) * MANY):
             request = first + tl.arange(0, MANY)
             live = request < num_requests
-            start, m, n = _request(starts, lens, request, live, bounds)
+            start, m, n = lengths_of(starts, lens, request, live, bounds)
             tl.store(own_starts + request, start, mask=live)
             tl.store(own_lens + request, n, mask=live)
             tl.store(own_starts + request + 1, start + m, mask=request == num_requests - 1)
