@@ -26,6 +26,7 @@ from pageant.types import Shape
 LEAST_BLOCKS = 2  # of a share
 MOST_RIGHT = 4096  # kinds of batches remembered as having no mistake
 NO_PAGES = PageUse()
+TREE_COLUMNS = 128  # of a draft mask, drawn at a time
 
 
 @dataclass(eq=False, slots=True)
@@ -60,6 +61,7 @@ class DeviceMemory:
         items, shares, joins: int32 [windows, ..].
         rows: views of starts and lens, as long as the batch.
         tree: bool, a draft mask drawn from parents; moves when a larger one comes.
+        trees: `draw_trees`, bound when first needed.
         step, args: `plan_step`, bound at the first plan, and what it is given of these arrays.
     """
 
@@ -70,6 +72,7 @@ class DeviceMemory:
     joins: torch.Tensor
     rows: tuple[torch.Tensor, torch.Tensor]
     tree: torch.Tensor | None = None
+    trees: Bound | None = None
     step: Bound | None = None
     args: tuple[Any, ...] = ()
 
@@ -223,7 +226,8 @@ class DevicePlanner(Planner):
             memory.tree = self._new((rows * width,), torch.bool)
         mask = memory.tree[: rows * width].view(rows, width)
         if mask.numel():
-            draw_trees[(batch.num_requests, width)](
-                batch.draft_parents, memory.starts, mask.view(torch.uint8), width, width, CHUNK=128
-            )
+            given = (batch.draft_parents, memory.starts, mask.view(torch.uint8), width, width)
+            if memory.trees is None:
+                memory.trees = Bound(draw_trees, (*given, TREE_COLUMNS), self.device)
+            memory.trees((batch.num_requests, width, 1), *memory.trees.raw(given), TREE_COLUMNS)
         return mask

@@ -225,7 +225,7 @@ def plan_step(
                         units, first_block, blocks = _work(starts, lens, r, True, rule, C)
 
 
-@triton.jit(do_not_specialize=["stride", "width"])
+@triton.jit(do_not_specialize=["parents", "mask", "stride", "width"])
 def draw_trees(parents, starts, mask, stride, width, CHUNK: tl.constexpr):
     """Draft masks from trees: program (request, i) draws the row of the request's new token i.
 

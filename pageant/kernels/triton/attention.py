@@ -11,6 +11,7 @@ Limits: unit content stride.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 # Of these no code depends on the value: one variant serves them all.
 FREE = ["pages", "causal", "masks", "lse_to", "slopes", "sinks", "numbers", "factors", "shard"]
 FREE += ["num_requests", "threshold"]
+# What parts are joined without.
+NOT_JOINED: dict[str, Any] = {"causal": tiles.NON_CAUSAL.value}
+NOT_JOINED |= dict.fromkeys(("draft_mask", "window", "cap", "alibi"), False)
 
 
 @triton.jit
@@ -243,7 +247,7 @@ class _Decode(_Phase):
             call.query_start_loc,
             *self.finish,
             call.params.value_scale,
-            self.variant,
+            replace(self.variant, **NOT_JOINED),
         )
         results = self.results(call, unchanged)
         self.walk = Bound(
