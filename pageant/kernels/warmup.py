@@ -19,7 +19,6 @@ from pageant.cache.pages import LayerCache
 from pageant.plan.batch import Batch
 from pageant.types import Features, Layer, Shape
 
-
 Progress = Callable[[int, int], None]
 
 

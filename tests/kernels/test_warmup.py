@@ -56,7 +56,7 @@ def test_a_step_after_it_is_right() -> None:
 def test_a_mistake_in_a_layer_is_named() -> None:
     with pytest.raises(pageant.ArgumentError, match="sinks"):
         attention().warmup([pageant.Layer(sinks=torch.zeros(4))])
-    with pytest.raises(pageant.ArgumentError, match="allowed: None, or a pageant.Layer"):
+    with pytest.raises(pageant.ArgumentError, match=r"allowed: None, or a pageant\.Layer"):
         attention().warmup([7])  # type: ignore[list-item]
 
 
