@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from pageant.cache.formats import resolve
@@ -10,13 +12,14 @@ from pageant.cache.pages import LayerCache, PagedCache, layout_for
 from pageant.cache.wrap import wrap
 from pageant.device import Device
 from pageant.kernels.launch import launch, never_compiled
+from pageant.kernels.warmup import Progress, warm_up
 from pageant.parallel import run as parallel
 from pageant.plan.batch import Batch
 from pageant.plan.build import Plan, planner_of
 from pageant.plan.calls import Calls
-from pageant.plan.inputs import check_query, check_unpaged, layer_of, partial_params
-from pageant.plan.outputs import new_lse, new_out, zeroed
-from pageant.select.bounds import is_whole, require_whole
+from pageant.plan.inputs import layer_of, partial_params
+from pageant.plan.outputs import new_lse, new_out
+from pageant.select.bounds import require_whole
 from pageant.select.choose import load_stores
 from pageant.select.explain import Explanation, explain
 from pageant.select.validate import check_config, check_limits, require
@@ -39,7 +42,7 @@ class Attention:
     Raises:
         ArgumentError: the reason ``pageant.supports`` gives, naming the argument.
 
-    One request of three tokens. The query is zero, so every key weighs the same:
+    Three tokens; the query is zero, so every key weighs the same:
 
     >>> attn = Attention(
     ...     Shape(num_q_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32),
@@ -77,8 +80,8 @@ class Attention:
         require(self._explanation.support)
         require(check_limits(self.limits))
         self.format = resolve(self.cache.format, shape.dtype)
-        row, chosen = self._explanation.rows["decode"], (self.device, self._explanation)
-        self._planner = planner_of(row)(shape, self.limits, *parts, *chosen)
+        row = self._explanation.rows["decode"]
+        self._planner = planner_of(row)(shape, self.limits, *parts, self.device, self._explanation)
         self._write, self._quantize = load_stores(row)
         given = shape, self.cache, self.format, self.features, self.device
         self._calls = Calls(*given, self._planner.resolve)
@@ -123,17 +126,12 @@ class Attention:
 
     def pages_for(self, num_bytes: int, num_layers: int) -> int:
         """How many pages of every layer fit into `num_bytes`."""
-        if not is_whole(num_bytes, 0):
-            raise bad("num_bytes", num_bytes, "a whole number from 0 up")
+        require_whole("num_bytes", num_bytes, least=0)
         require_whole("num_layers", num_layers)
         return num_bytes // layout_for(self.shape, self.cache, num_layers, 1).num_bytes
 
     def plan(self, batch: Batch) -> Plan:
-        """Decide what each kernel does this step.
-
-        Raises:
-            ArgumentError: for any mistake in the batch, before anything is written.
-        """
+        """Decide what each kernel does this step; raise first for any mistake in the batch."""
         return self._planner.plan(batch)
 
     def update(self, plan: Plan) -> None:
@@ -165,6 +163,24 @@ class Attention:
         index.check(cache.num_pages * cache.page_size)
         if not layer.shares_cache:
             self._write(k, v, cache, index, (layer.k_scale, layer.v_scale), known.kept)
+
+    def warmup(
+        self,
+        layers: Iterable[Layer] | None = None,
+        cache: LayerCache | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Compile, in parallel, every kernel that may run; plans made before are void.
+
+        Args:
+            layers: those that will run; None: every combination of declared features, with scales
+                that are numbers.
+            cache: of the strides they will have; None: as `new_cache` makes it.
+            progress: told how many kernels are ready, of how many.
+        """
+        cache = self.new_cache(num_layers=1, num_pages=1)[0] if cache is None else cache
+        warm_up(self, cache, None if layers is None else list(layers), progress)
+        self._calls.known.clear()
 
     @never_compiled
     def run(  # budget: the public API, one argument for each thing a layer gives
@@ -205,10 +221,7 @@ class Attention:
         if not isinstance(return_lse, bool) or return_lse > may_return:
             raise bad("return_lse", return_lse, "False, unless Features(lse=True) is declared")
         if plan is None and cache is None:
-            check_query(q, self.shape, 0, self.device)
-            params = self._planner.resolve(layer, self.features, self.shape, self.format, q)
-            check_unpaged(k, v, self.shape, None, self.device)
-            out = zeroed(out, out_scales, q, self.shape, params)
+            out = self._calls.zeroed(q, layer, out, out_scales, (k, v))
             return (out, new_lse(q)) if return_lse else out
         plan = self._planner.require(plan)
         known = self._calls.check_run(plan.batch, q, cache, layer, out, out_scales, (k, v))
@@ -229,7 +242,7 @@ class Attention:
             launch(kernels, plan, q, cache, params, rows, lse, known.kept)
         if params.out_format != "model":
             ends = plan.buffers.batch.query_start_loc[-1:]
-            self._quantize(rows[:real], out, out_scales, params, ends)
+            self._quantize(rows[:real], out, out_scales, params, ends, known.kept)
         elif rows is not out:
             out[:real] = rows
         return out if lse is None else (out, lse)

@@ -7,13 +7,44 @@ takes five times as long as the launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from triton.runtime import JITFunction, driver
 
 Grid = tuple[int, int, int]
+
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """Where kernels are compiled while nothing is launched."""
+
+    executor: Executor
+    futures: dict[Key, Future[None]]
+
+
+_POOL: ContextVar[_Pool | None] = ContextVar("pool", default=None)
+
+
+@contextmanager
+def compiling_only(executor: Executor) -> Iterator[dict[Key, Future[None]]]:
+    """Within it nothing is launched; what would be is compiled by the executor.
+
+    Gives the futures, one for each kernel and kind of arguments.
+    """
+    pool = _Pool(executor, {})
+    before = _POOL.set(pool)
+    try:
+        yield pool.futures
+    finally:
+        _POOL.reset(before)
 
 
 class Bound:
@@ -34,32 +65,53 @@ class Bound:
     """
 
     raw: Callable[[Any], Any]
+    _pending: tuple[Future[None], tuple[Any, ...]] | None
 
     def __init__(
         self, kernel: Any, args: tuple[Any, ...], device: torch.device, **options: Any
     ) -> None:
-        self._kernel, self._options = kernel, options
-        self._code, self.raw = None, unchanged
-        if isinstance(kernel, JITFunction):
-            with torch.cuda.device(device):
-                self._code = code = kernel.warmup(*args, grid=(1,), **options)
-                self._run = code.run
-            self._function, self._metadata = code.function, code.packed_metadata
-            self._stream, self._index = driver.active.get_current_stream, device.index
-            self._current = driver.active.get_current_device
-            self.raw = _addresses
+        self._kernel, self._options, self._device = kernel, options, device
+        self.raw, self._pending = unchanged, None
+        self._is_compiled = isinstance(kernel, JITFunction)
+        if not self._is_compiled:
+            return
+        self.raw = _addresses
+        pool = _POOL.get()
+        if pool is None:
+            self._compile(args)
+            return
+        key = (kernel, _kind(args), *options.items())
+        if key not in pool.futures:
+            pool.futures[key] = pool.executor.submit(self._compile, args)
+        self._pending = pool.futures[key], args
+
+    def _compile(self, args: tuple[Any, ...]) -> None:
+        with torch.cuda.device(self._device):
+            code = self._kernel.warmup(*args, grid=(1,), **self._options)
+            self._run = code.run  # which loads the code
+        about = code.function, code.packed_metadata
+        self._about = (*about, None, None, None)  # no hooks
+        self._index = self._device.index
+        self._current = driver.active.get_current_device
+        self._stream = driver.active.get_current_stream
 
     def __call__(self, grid: Grid, *args: Any) -> None:
         """Launch, with what `raw` makes of the arguments, on the device's current stream."""
-        if self._code is None:
+        if _POOL.get() is not None:
+            return
+        if not self._is_compiled:
             self._kernel[grid](*args, **self._options)
             return
+        if self._pending is not None:
+            future, kinds = self._pending
+            self._pending = None
+            future.result()
+            self._compile(kinds)
         if self._current() != self._index:
             with torch.cuda.device(self._index):
                 self(grid, *args)
             return
-        about = (self._function, self._metadata, None, None, None)  # no hooks
-        self._run(*grid, self._stream(self._index), *about, *args)
+        self._run(*grid, self._stream(self._index), *self._about, *args)
 
 
 def unchanged(value: Any) -> Any:
@@ -71,3 +123,14 @@ def _addresses(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     return tuple([_addresses(part) for part in value]) if isinstance(value, tuple) else value
+
+
+def _kind(value: Any) -> Any:
+    """What of an argument decides about the code."""
+    if isinstance(value, tuple):
+        return tuple([_kind(part) for part in value])
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value == 1, value % 16 == 0, value.bit_length() // 32
+    return float if isinstance(value, float) else value

@@ -22,7 +22,7 @@ from pageant.plan.inputs import (
     check_query,
     check_unpaged,
 )
-from pageant.plan.outputs import check_output
+from pageant.plan.outputs import check_output, zeroed
 from pageant.types import CacheSpec, Features, Layer, Shape
 
 ALIGNED = 16  # bytes; compiled code may rely on that
@@ -104,6 +104,20 @@ class Calls:
         if out is not None and not _lie_in_order(out):
             kind = None
         return self._remember(kind, Known(cache, layer, params))
+
+    def zeroed(
+        self,
+        q: torch.Tensor,
+        layer: Layer,
+        out: torch.Tensor | None,
+        out_scales: OutScales | None,
+        new: tuple[torch.Tensor | None, torch.Tensor | None],
+    ) -> torch.Tensor:
+        """The output of a run that attends to nothing: what was given, all of it 0; or new."""
+        check_query(q, self.shape, 0, self.device)
+        params = self.resolve(layer, self.features, self.shape, self.fmt, q)
+        check_unpaged(*new, self.shape, None, self.device)
+        return zeroed(out, out_scales, q, self.shape, params)
 
     def check_write(
         self,

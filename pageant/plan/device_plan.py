@@ -17,7 +17,7 @@ from pageant.plan.build import Plan, Planner
 from pageant.plan.copies import BatchCopy, DeviceWrites
 from pageant.plan.inputs import resolve_layer
 from pageant.plan.mistakes import check_host, traits_of
-from pageant.plan.on_device import ITEM, JOIN, Cut, draw_trees, plan_step
+from pageant.plan.on_device import ITEM, Cut, draw_trees, plan_step
 from pageant.plan.pages import PageUse
 from pageant.plan.tiles import Tile, tile_for
 from pageant.select.row import PHASES, Phase
@@ -26,6 +26,7 @@ from pageant.types import Shape
 LEAST_BLOCKS = 2  # of a share
 MOST_RIGHT = 4096  # kinds of batches remembered as having no mistake
 NO_PAGES = PageUse()
+TREE_COLUMNS = 128  # of a draft mask, drawn at a time
 
 
 @dataclass(eq=False, slots=True)
@@ -34,9 +35,7 @@ class DeviceWork:
 
     Attributes:
         tile: how large its tiles are.
-        items: int32 [capacity, 5].
-        shares: int32 [G, 2].
-        joins: int32 [G, 3].
+        items, shares, arrivals: int32 [capacity, 7], [G, 2] and [G].
         threshold: most new tokens of a decode.
         num_tokens: of the batch, with padding.
         has_work: whether the host's bounds leave anything to do.
@@ -45,7 +44,7 @@ class DeviceWork:
     tile: Tile
     items: torch.Tensor
     shares: torch.Tensor
-    joins: torch.Tensor
+    arrivals: torch.Tensor
     threshold: int
     num_tokens: int = 0
     has_work: bool = True
@@ -57,9 +56,10 @@ class DeviceMemory:
 
     Attributes:
         starts, lens: int32 [max_requests + 1] and [max_requests].
-        items, shares, joins: int32 [windows, ..].
+        items, shares, arrivals: int32 [windows, ..].
         rows: views of starts and lens, as long as the batch.
         tree: bool, a draft mask drawn from parents; moves when a larger one comes.
+        trees: `draw_trees`, bound when first needed.
         step, args: `plan_step`, bound at the first plan, and what it is given of these arrays.
     """
 
@@ -67,9 +67,10 @@ class DeviceMemory:
     lens: torch.Tensor
     items: torch.Tensor
     shares: torch.Tensor
-    joins: torch.Tensor
+    arrivals: torch.Tensor
     rows: tuple[torch.Tensor, torch.Tensor]
     tree: torch.Tensor | None = None
+    trees: Bound | None = None
     step: Bound | None = None
     args: tuple[Any, ...] = ()
 
@@ -110,11 +111,11 @@ class DevicePlanner(Planner):
                 rows=(starts, lens),
                 items=self._new((len(windows), self.capacity, ITEM.value), torch.int32),
                 shares=self._new((len(windows), shares, 2), torch.int32),
-                joins=self._new((len(windows), shares, JOIN.value), torch.int32),
+                arrivals=self._new((len(windows), shares), torch.int32),
             )
             work: dict[tuple[str, int | None], DeviceWork] = {}
             for index, window in enumerate(windows):
-                arrays = (memory.items[index], memory.shares[index], memory.joins[index])
+                arrays = (memory.items[index], memory.shares[index], memory.arrivals[index])
                 work["decode", window] = DeviceWork(tile, *arrays, self.threshold)
                 work["prefill", window] = DeviceWork(prefill, *arrays, self.threshold)
             slots.append(PlanBuffers(work, memory))
@@ -196,7 +197,7 @@ class DevicePlanner(Planner):
             memory.lens,
             memory.items,
             memory.shares,
-            memory.joins,
+            memory.arrivals,
             self._windows,
             self.threshold,
             (self.shard.rank, self.shard.interleave),
@@ -223,7 +224,8 @@ class DevicePlanner(Planner):
             memory.tree = self._new((rows * width,), torch.bool)
         mask = memory.tree[: rows * width].view(rows, width)
         if mask.numel():
-            draw_trees[(batch.num_requests, width)](
-                batch.draft_parents, memory.starts, mask.view(torch.uint8), width, width, CHUNK=128
-            )
+            given = (batch.draft_parents, memory.starts, mask.view(torch.uint8), width, width)
+            if memory.trees is None:
+                memory.trees = Bound(draw_trees, (*given, TREE_COLUMNS), self.device)
+            memory.trees((batch.num_requests, width, 1), *memory.trees.raw(given), TREE_COLUMNS)
         return mask

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-REQUEST, UNIT, BEGIN, END, PARTIAL = (tl.constexpr(column) for column in range(5))
-ITEM = tl.constexpr(5)  # int32 numbers an item
-JOIN = tl.constexpr(3)
+REQUEST, UNIT, BEGIN, END, PARTIAL, OPENER, CLOSER = (tl.constexpr(i) for i in range(7))
+ITEM = tl.constexpr(7)  # int32 numbers an item
 MANY = tl.constexpr(256)  # requests looked at together
 
 
@@ -82,7 +81,7 @@ def _work(
     do_not_specialize=["starts", "lens", "num_requests", "bounds", "threshold", "shard", "capacity"]
 )
 def plan_step(
-    starts, lens, num_requests, bounds, own_starts, own_lens, items, shares, joins, windows,
+    starts, lens, num_requests, bounds, own_starts, own_lens, items, shares, arrivals, windows,
     threshold, shard, capacity, C: tl.constexpr,
 ):  # fmt: skip
     """Program (g, w) plans share g of window w; those of window 0 also copy the lengths.
@@ -93,10 +92,11 @@ def plan_step(
         bounds: most tokens and most keys of a request.
         own_starts, own_lens: where they are copied to, within the bounds.
         items: int32 [windows, capacity, ITEM]: request, unit (its tile among those of a request),
-            first and last block, slot of the partial result or -1.
+            first and last block, slot of the partial result or -1; of a part, the first and last
+            share that hold parts of its tile. Slots are 2 g, and 2 g + 1 for a first part.
         shares: int32 [windows, G, 2]: first item and number of items.
-        joins: int32 [windows, G, JOIN]: an item of the tile whose parts the program joins, or -1;
-            the first and last share that hold parts. Slots are 2 g, and 2 g + 1 for a first part.
+        arrivals: int32 [windows, G], becomes 0: of the tile that begins in share g and ends in a
+            later one, how many parts there are by now.
         windows: int32, 0 for none.
         threshold: most new tokens of a decode.
         shard: rank and interleave.
@@ -135,8 +135,7 @@ def plan_step(
         begin = g * all_blocks // used
         end = (g + 1) * all_blocks // used
     share_at = shares + (w * programs + g) * 2
-    join_at = joins + (w * programs + g) * JOIN
-    tl.store(join_at, -1)
+    tl.store(arrivals + w * programs + g, 0)
     if (g >= used) | (begin >= end):
         tl.store(share_at, 0)
         tl.store(share_at + 1, 0)
@@ -181,12 +180,10 @@ def plan_step(
             tl.store(item_at + BEGIN, first_block + cut)
             tl.store(item_at + END, first_block + tl.maximum(cut, next_cut))
             tl.store(item_at + PARTIAL, tl.where(SPLITS == 1, -1, 2 * g + (part == 0)))
+            tl.store(item_at + OPENER, g - part)
+            tl.store(item_at + CLOSER, g - part + SPLITS - 1)
             tl.store(share_at, g)
             tl.store(share_at + 1, 1)
-            if (part == 0) & (SPLITS > 1):
-                tl.store(join_at, g)
-                tl.store(join_at + 1, g)
-                tl.store(join_at + 2, g + SPLITS - 1)
         else:
             unit = (skipped // blocks).to(tl.int32)
             at = (skipped % blocks).to(tl.int32)
@@ -195,14 +192,7 @@ def plan_step(
             item = (units_done + unit + g).to(tl.int32)
             tl.store(share_at, item)
             tl.store(share_at + 1, count)
-            if at > 0:  # the tile began in an earlier share
-                origin = begin - at
-                opener = ((origin + 1) * used - 1) // all_blocks
-                closer = ((origin + blocks) * used - 1) // all_blocks
-                if opener == g - 1:
-                    tl.store(join_at, item)
-                    tl.store(join_at + 1, opener.to(tl.int32))
-                    tl.store(join_at + 2, closer.to(tl.int32))
+            origin = begin - at  # the tile's first block
             left = (end - begin).to(tl.int32)
             for k in range(count):
                 take = tl.minimum(left, blocks - at)
@@ -213,6 +203,11 @@ def plan_step(
                 tl.store(item_at + END, first_block + at + take)
                 whole = (at == 0) & (take == blocks)
                 tl.store(item_at + PARTIAL, tl.where(whole, -1, 2 * g + (at == 0)))
+                opener = ((origin + 1) * used - 1) // all_blocks
+                closer = ((origin + blocks) * used - 1) // all_blocks
+                tl.store(item_at + OPENER, opener.to(tl.int32))
+                tl.store(item_at + CLOSER, closer.to(tl.int32))
+                origin += blocks
                 left -= take
                 at = 0
                 unit += 1
@@ -225,7 +220,7 @@ def plan_step(
                         units, first_block, blocks = _work(starts, lens, r, True, rule, C)
 
 
-@triton.jit(do_not_specialize=["stride", "width"])
+@triton.jit(do_not_specialize=["parents", "mask", "stride", "width"])
 def draw_trees(parents, starts, mask, stride, width, CHUNK: tl.constexpr):
     """Draft masks from trees: program (request, i) draws the row of the request's new token i.
 

@@ -19,6 +19,7 @@ LARGEST: dict[str, int] = {
     "page_size": 2**24,
     "num_layers": 2**14,
     "num_pages": LARGEST_INT32,
+    "num_bytes": 2**62,
     # Limits.
     "max_requests": 2**20,
     "max_tokens": LARGEST_INT32,

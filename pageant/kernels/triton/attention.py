@@ -2,8 +2,8 @@
 
 For the formulas see ``kernels/cpu/attention.py``: they are the same, in powers of 2. A program of
 decode walks the items of its share, which ``plan/on_device.py`` listed; what it finds of a tile
-that other shares hold keys of is a partial result, and `_join` folds those in ascending order. A
-program of prefill computes one tile; the longest come first.
+that other shares hold keys of is a partial result, and the last of them folds those in ascending
+order. A program of prefill computes one tile; the longest come first.
 
 Limits: unit content stride.
 """
@@ -22,10 +22,19 @@ from pageant.cache.pages import Side
 from pageant.kernels.call import AttentionCall
 from pageant.kernels.triton import attention_tile as tiles
 from pageant.kernels.triton.attention_tile import Variant, attend, blocks_of, finish
-from pageant.kernels.triton.common.widen import kind_of
+from pageant.kernels.triton.common.widen import PLAIN, kind_of
 from pageant.plan.bound import Bound, unchanged
 from pageant.plan.device_plan import DeviceWork
-from pageant.plan.on_device import BEGIN, END, ITEM, JOIN, PARTIAL, REQUEST, UNIT
+from pageant.plan.on_device import (
+    BEGIN,
+    CLOSER,
+    END,
+    ITEM,
+    OPENER,
+    PARTIAL,
+    REQUEST,
+    UNIT,
+)
 from pageant.plan.tiles import Tile, operand_dtype, power_of_2
 
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -42,13 +51,48 @@ def _place(unit, C: tl.constexpr):
     return unit % C.kv_heads, piece % PIECES * C.heads, piece // PIECES * C.tokens
 
 
+@triton.jit
+def _joined(parts, opener, closer, exists, C: tl.constexpr):
+    """The rows of a tile whose parts lie in the slots of some shares, folded in ascending order.
+
+    Other programs left them, so they are read past the first cache.
+    """
+    part_out, part_lse = parts
+    ROWS: tl.constexpr = C.rows
+    VALUES: tl.constexpr = C.padded_value_dim
+    i = tl.arange(0, ROWS)
+    d = tl.arange(0, VALUES)
+    inside = exists[:, None] & (d < C.value_dim)[None, :]
+    acc = tl.zeros([ROWS, VALUES], tl.float32)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for share in range(opener, closer + 1):
+        slot = 2 * share + (share == opener).to(tl.int32)
+        at = slot.to(tl.int64) * ROWS + i
+        lse = tl.load(part_lse + at, mask=exists, other=float("-inf"), cache_modifier=".cg")
+        out_at = part_out + at[:, None] * C.value_dim + d[None, :]
+        out = tl.load(out_at, mask=inside, other=0.0, cache_modifier=".cg")
+        new_peak = tl.maximum(peak, lse)
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        decay = tl.exp2(peak - base)
+        weight = tl.exp2(lse - base)
+        acc = acc * decay[:, None] + out * weight[:, None]
+        total = total * decay + weight
+        peak = new_peak
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    return out, tl.where(peak == float("-inf"), peak, peak + tl.log2(total))
+
+
 @triton.jit(do_not_specialize=FREE)
 def _decode(
     q, pages, causal, masks, out_to, lse_to, work, parts, starts, lens, sides, slopes, sinks,
     numbers, factors, value_scale, shard, C: tl.constexpr,
 ):  # fmt: skip
-    """Program g walks share g: items, shares; see `plan_step` and `attend`."""
-    items, shares = work
+    """Program g walks share g: items, shares, arrivals; see `plan_step` and `attend`.
+
+    Of the programs that hold parts of a tile, the one that comes last joins them.
+    """
+    items, shares, arrivals = work
     part_out, part_lse = parts
     g = tl.program_id(0)
     first = tl.load(shares + g * 2)
@@ -76,54 +120,17 @@ def _decode(
             at = part_out + i[:, None] * C.value_dim + d[None, :]
             tl.store(at, out, mask=exists[:, None] & (d < C.value_dim)[None, :])
             tl.store(part_lse + i, lse, mask=exists)
-
-
-@triton.jit(do_not_specialize=FREE)
-def _join(out_to, lse_to, work, parts, starts, sinks, factors, value_scale, C: tl.constexpr):
-    """Program g joins the parts of the tile that share g continues, if it is the first to."""
-    items, joins = work
-    part_out, part_lse = parts
-    ROWS: tl.constexpr = C.rows
-    VALUES: tl.constexpr = C.padded_value_dim
-    HEADS: tl.constexpr = C.heads
-    g = tl.program_id(0)
-    number = tl.load(joins + g * JOIN)
-    if number >= 0:
-        opener = tl.load(joins + g * JOIN + 1)
-        closer = tl.load(joins + g * JOIN + 2)
-        item = items + number * ITEM
-        request = tl.load(item + REQUEST)
-        head, first_head, first_token = _place(tl.load(item + UNIT), C)
-        start = tl.load(starts + request)
-        num_new = tl.load(starts + request + 1) - start
-        i = tl.arange(0, ROWS)
-        own = first_token + i // HEADS
-        within = first_head + i % HEADS
-        exists = (i < C.tokens * HEADS) & (own < num_new) & (within < C.group)
-        d = tl.arange(0, VALUES)
-        inside = exists[:, None] & (d < C.value_dim)[None, :]
-        acc = tl.zeros([ROWS, VALUES], tl.float32)
-        peak = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        for share in range(opener, closer + 1):
-            slot = 2 * share + (share == opener).to(tl.int32)
-            at = slot.to(tl.int64) * ROWS + i
-            lse = tl.load(part_lse + at, mask=exists, other=float("-inf"))
-            out = tl.load(part_out + at[:, None] * C.value_dim + d[None, :], mask=inside, other=0.0)
-            new_peak = tl.maximum(peak, lse)
-            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            decay = tl.exp2(peak - base)
-            weight = tl.exp2(lse - base)
-            acc = acc * decay[:, None] + out * weight[:, None]
-            total = total * decay + weight
-            peak = new_peak
-        out = acc / tl.where(total > 0, total, 1.0)[:, None]
-        lse = tl.where(peak == float("-inf"), peak, peak + tl.log2(total))
-        token = (start + own).to(tl.int64)
-        finish(
-            out, lse, token, head * C.group + within, exists, sinks, value_scale, factors[2],
-            out_to, lse_to, C,
-        )  # fmt: skip
+            opener = tl.load(item + OPENER)
+            closer = tl.load(item + CLOSER)
+            tl.debug_barrier()  # all threads have stored
+            arrived = tl.atomic_add(arrivals + opener, 1, sem="acq_rel")
+            if arrived == closer - opener:
+                tl.store(arrivals + opener, 0)
+                joined, joined_lse = _joined(parts, opener, closer, exists, C)
+                finish(
+                    joined, joined_lse, token, query_head, exists, sinks, value_scale, factors[2],
+                    out_to, lse_to, C,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=FREE)
@@ -192,14 +199,12 @@ class _Phase:
         self.variant = _variant(call, self.tile, in_parts=self.in_parts)
         self.strides = call.q.stride()[:2], call.out.stride()[:2]
         self.lse_strides = (0, 0) if call.lse is None else call.lse.stride()
-        self.rows_from = (call.query_start_loc, call.key_lens)
-        self.finish = (params.sinks, (*params.score_factors, params.value_factor))
         self.layer = (
             tuple([_side(side, cache.format) for side in cache.sides]),
             params.alibi_slopes,
             params.sinks,
             (params.score_scale, params.soft_cap or 1.0, params.window or 0),
-            self.finish[1],
+            (*params.score_factors, params.value_factor),
             params.value_scale,
             (call.shard.rank, call.shard.interleave),
             self.variant,
@@ -233,31 +238,28 @@ class _Decode(_Phase):
     in_parts = False
 
     def bind(self, call: AttentionCall) -> None:
-        """Compile the walk over the shares, and the join of what they leave."""
+        """Compile the walk over the shares."""
         work: DeviceWork = call.work
         parts = (call.workspace.partial_out, call.workspace.partial_lse)
-        walk = ((work.items, work.shares), parts, *self.rows_from, *self.layer)
-        join = (
-            (work.items, work.joins),
-            parts,
-            call.query_start_loc,
-            *self.finish,
-            call.params.value_scale,
-            self.variant,
-        )
-        results = self.results(call, unchanged)
+        lists = (work.items, work.shares, work.arrivals)
+        args = (lists, parts, call.query_start_loc, call.key_lens, *self.layer)
         self.walk = Bound(
-            _decode, (*self.rows(call, unchanged), *results, *walk), call.q.device,
-            num_warps=self.tile.warps, num_stages=self.tile.stages,
+            _decode, (*self.rows(call, unchanged), *self.results(call, unchanged), *args),
+            call.q.device, num_warps=_walkers(self.tile, self.variant),
+            num_stages=self.tile.stages,
         )  # fmt: skip
-        self.join = Bound(_join, (*results, *join), call.q.device, num_warps=4)
-        self.walk_args, self.join_args = self.walk.raw(walk), self.join.raw(join)
-        self.grid = (work.shares.shape[0], 1, 1)
+        self.args, self.grid = self.walk.raw(args), (work.shares.shape[0], 1, 1)
 
     def __call__(self, call: AttentionCall) -> None:
-        results = self.results(call, self.walk.raw)
-        self.walk(self.grid, *self.rows(call, self.walk.raw), *results, *self.walk_args)
-        self.join(self.grid, *results, *self.join_args)
+        raw = self.walk.raw
+        self.walk(self.grid, *self.rows(call, raw), *self.results(call, raw), *self.args)
+
+
+def _walkers(tile: Tile, variant: Variant) -> int:
+    """Warps of a decode: more than the tile has where their registers would not hold everything."""
+    is_widened = variant.kind != PLAIN.value
+    takes_more = is_widened or variant.draft_mask or variant.cap or variant.alibi
+    return max(4, tile.warps) if takes_more else tile.warps
 
 
 class _Prefill(_Phase):
@@ -265,7 +267,7 @@ class _Prefill(_Phase):
 
     def bind(self, call: AttentionCall) -> None:
         """Compile the tiles."""
-        args = (call.work.threshold, *self.rows_from, *self.layer)
+        args = (call.work.threshold, call.query_start_loc, call.key_lens, *self.layer)
         rows, results = self.rows(call, unchanged), self.results(call, unchanged)
         self.tiles = Bound(
             _prefill, (*rows, *results, len(call.key_lens), *args), call.q.device,

@@ -26,10 +26,11 @@ from pageant.cache.out_scales import (
 )
 from pageant.kernels.triton.common.encode import encode_blocks, encode_plain, load_scale, pack
 from pageant.kernels.triton.common.scalars import kernel_scale
+from pageant.plan.bound import Bound
 from pageant.plan.inputs import LayerParams
 
 PROGRAM = 2048  # elements: 16 a thread, one block of nvfp4
-NUM_WARPS = 4
+OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 
 _TILE = tl.constexpr(TILE)
 _TILE_ROWS, _TILE_BLOCKS = tl.constexpr(TILE_ROWS), tl.constexpr(TILE_BLOCKS)
@@ -37,23 +38,23 @@ _GROUP_ROWS = tl.constexpr(GROUP_ROWS)
 _ROW_STEP = tl.constexpr(TILE // GROUP_ROWS)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "start_row"])
+@triton.jit(do_not_specialize=["scales", "end", "num_tokens", "start_row", "scales_token"])
 def quantize_kernel(
     x,
-    x_token,
-    x_head,
-    x_content,
     out,
-    out_token,
-    out_head,
-    out_content,
     scales,
-    scales_token,
-    scales_block,
-    out_scale,
     end,
     num_tokens,
     start_row,
+    scales_token,
+    scales_block,
+    x_token,
+    x_head,
+    x_content,
+    out_token,
+    out_head,
+    out_content,
+    out_scale,
     D: tl.constexpr,
     HEADS: tl.constexpr,
     PROGRAM: tl.constexpr,
@@ -120,6 +121,7 @@ def quantize_out(
     scales: OutScales | None,
     params: LayerParams,
     end: torch.Tensor | None = None,
+    kept: dict[Any, Any] | None = None,
 ) -> None:
     """Write rows as params.out_format stores them; rows of `out` and `scales` past them stay.
 
@@ -131,6 +133,7 @@ def quantize_out(
         scales: of nvfp4, e4m3 [>= T, Hq * Dv / 16] or swizzled; None for fp8.
         params: out_format and out_scale.
         end: int32 [1] on the device, how many of the rows are no padding; None: all.
+        kept: see ``AttentionCall.kept``.
     """
     num_tokens, heads, dim = rows.shape
     if num_tokens == 0:
@@ -139,28 +142,37 @@ def quantize_out(
     if isinstance(scales, SwizzledScales):
         start_row, scales = scales.start_row, scales.scales
         tiles = scales.shape[1] // TILE_BLOCKS
-    out, scales = out.view(torch.uint8), None if scales is None else scales.view(torch.uint8)
+    scales = None if scales is None else scales.view(torch.uint8)
+    moving = (rows, out.view(torch.uint8), scales, end, num_tokens, start_row)
+    steps = (0, 0) if scales is None else scales.stride()
+    kind = ("quantize", tiles, steps[1], end is None)
+    ready = None if kept is None else kept.get(kind)
+    if ready is None:
+        fixed = _fixed(rows, out, params, tiles)
+        kernel = Bound(quantize_kernel, (*moving, *steps, *fixed), rows.device, **OPTIONS)
+        ready = kernel, kernel.raw(fixed)
+        if kept is not None:
+            kept[kind] = ready
+    kernel, fixed = ready
+    grid = (-(-num_tokens * heads // (PROGRAM // triton.next_power_of_2(dim))), 1, 1)
+    kernel(grid, *kernel.raw(moving), *steps, *fixed)
+
+
+def _fixed(
+    rows: torch.Tensor, out: torch.Tensor, params: LayerParams, tiles: int
+) -> tuple[Any, ...]:
+    """The kernel's arguments from `x_token` on."""
     fmt = FORMATS[params.out_format]
-    options: dict[str, Any] = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
-    grid = (-(-num_tokens * heads // (PROGRAM // triton.next_power_of_2(dim))),)
-    quantize_kernel[grid](
-        rows,
+    return (
         *rows.stride(),
-        out,
         *out.stride(),
-        scales,
-        *((0, 0) if scales is None else scales.stride()),
         kernel_scale(params.out_scale),
-        end,
-        num_tokens,
-        start_row,
-        D=dim,
-        HEADS=heads,
-        PROGRAM=PROGRAM,
-        EXPONENT_BITS=fmt.exponent_bits,
-        MANTISSA_BITS=fmt.mantissa_bits,
-        MAX=fmt.max_value,
-        TOP=fmt.block_tops[0] if fmt.block_tops else 0.0,
-        TILES=tiles,
-        **options,
+        rows.shape[2],
+        rows.shape[1],
+        PROGRAM,
+        fmt.exponent_bits,
+        fmt.mantissa_bits,
+        fmt.max_value,
+        fmt.block_tops[0] if fmt.block_tops else 0.0,
+        tiles,
     )

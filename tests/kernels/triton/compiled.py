@@ -34,7 +34,6 @@ KERNELS = (
     (device_plan, "plan_step"),
     (device_plan, "draw_trees"),
     (attention, "_decode"),
-    (attention, "_join"),
     (attention, "_prefill"),
     (write_pages, "write_kernel"),
     (quantize_out, "quantize_kernel"),

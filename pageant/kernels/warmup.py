@@ -1,0 +1,127 @@
+"""Everything an Attention may launch, compiled before it is needed.
+
+Whatever differs between launches is gone through: layers, kinds of batches, outputs. Each is run
+once on a few zeros; on a GPU nothing is launched, the kernels are only compiled, in parallel.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from pageant.cache.pages import LayerCache
+from pageant.plan.batch import Batch
+from pageant.types import Features, Layer, Shape
+
+Progress = Callable[[int, int], None]
+
+
+def layers_of(features: Features, num_q_heads: int, device: torch.device) -> list[Layer]:
+    """A layer for every combination of what the features declare.
+
+    >>> features = Features(windows=(None, 128), sinks=True)
+    >>> [(one.window, one.sinks is not None) for one in layers_of(features, 8, torch.device("cpu"))]
+    [(None, False), (None, True), (128, False), (128, True)]
+    """
+    heads = torch.zeros(num_q_heads, device=device)
+    choices = (
+        features.windows,
+        (None, heads) if features.sinks else (None,),
+        (None, 30.0) if features.soft_cap else (None,),
+        (None, heads) if features.alibi else (None,),
+        features.out_formats,
+    )
+    return [
+        Layer(window=window, sinks=sinks, soft_cap=cap, alibi_slopes=slopes, out_format=out)  # type: ignore[arg-type]
+        for window, sinks, cap, slopes, out in itertools.product(*choices)
+    ]
+
+
+def batches_of(features: Features, tokens: int, device: torch.device) -> Iterator[Batch]:
+    """A batch of one request, for every kind of batch that the features declare."""
+    starts = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    causal: list[bool | torch.Tensor] = [True]
+    if features.non_causal:
+        causal += [False, torch.zeros(1, dtype=torch.bool, device=device)]
+    drafts: list[torch.Tensor | None] = [None]
+    if features.draft_masks:
+        drafts.append(torch.full((tokens,), -1, dtype=torch.int32, device=device))
+    for sees, parents in itertools.product(causal, drafts):
+        yield Batch(
+            query_start_loc=starts,
+            seq_lens=starts[1:],
+            page_table=torch.zeros(1, tokens, dtype=torch.int32, device=device),
+            slot_mapping=torch.full((tokens,), -1, dtype=torch.int64, device=device),
+            num_requests=1,
+            num_tokens=tokens,
+            max_query_len=tokens,
+            max_seq_len=tokens,
+            causal=sees,
+            draft_parents=parents,
+        )
+
+
+def queries_of(shape: Shape, layer: Layer, tokens: int, device: torch.device) -> list[torch.Tensor]:
+    """Queries a layer may be given: one, and an fp8 one if its scale lies in a tensor."""
+    size = (tokens, shape.num_q_heads, shape.head_dim)
+    query = torch.zeros(size, dtype=shape.dtype, device=device)
+    scaled = isinstance(layer.q_scale, torch.Tensor)
+    return [query, query.to(torch.float8_e4m3fn)] if scaled else [query]
+
+
+def scales_of(shape: Shape, layer: Layer, tokens: int, device: torch.device) -> torch.Tensor | None:
+    """Room for the block scales of a layer's output, if it has any."""
+    if layer.out_format != "nvfp4":
+        return None
+    blocks = shape.num_q_heads * shape.value_dim // 16
+    return torch.zeros(tokens, blocks, device=device).to(torch.float8_e4m3fn)
+
+
+def warm_up(
+    attn: Any,
+    cache: LayerCache,
+    layers: Sequence[Layer] | None,
+    progress: Progress | None,
+) -> None:
+    """Go through all that an Attention may be asked for; see ``Attention.warmup``."""
+    place, shape, limits = attn.device, attn.shape, attn.limits
+    if layers is None:
+        layers = layers_of(attn.features, shape.num_q_heads, place)
+    answer = attn.explain()
+    tokens = min(answer.decode_threshold + 1, limits.max_tokens, limits.max_seq_len)
+    with _compiling(progress) if answer.rows["decode"].is_planned_on_device else nullcontext():
+        for batch in batches_of(attn.features, tokens, place):
+            plan = attn.plan(batch)
+            k = torch.zeros(tokens, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype)
+            v = torch.zeros(tokens, shape.num_kv_heads, shape.value_dim, dtype=shape.dtype)
+            for layer in layers:
+                attn.write(plan, cache, k.to(place), v.to(place), layer)
+                to = {"out_scales": scales_of(shape, layer, tokens, place)}
+                for q in queries_of(shape, layer, tokens, place):
+                    for lse in (False, True) if attn.features.lse else (False,):
+                        attn.run(plan, q, cache, layer, **to, return_lse=lse)
+
+
+@contextmanager
+def _compiling(progress: Progress | None) -> Iterator[None]:
+    """Within it launches only compile; leaving it waits for all of them."""
+    from pageant.plan.bound import compiling_only  # only for GPUs is Triton needed
+
+    with ThreadPoolExecutor(processors()) as pool:
+        with compiling_only(pool) as futures:
+            yield
+        for done, future in enumerate(as_completed(futures.values()), start=1):
+            future.result()
+            if progress is not None:
+                progress(done, len(futures))
+
+
+def processors() -> int:
+    """How many threads may compile at once."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
