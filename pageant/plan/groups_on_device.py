@@ -58,13 +58,13 @@ class Grouping:
 
 @triton.jit
 def _cached(batch, request, live, rule, G: tl.constexpr):
-    """First and number of new tokens, keys, and how many of those a request might share."""
+    """How many keys a request might share."""
     starts, lens, _table, _stride, width = batch
     bounds, threshold, window = rule
-    start, m, n = lengths_of(starts, lens, request, live, bounds)
+    _start, m, n = lengths_of(starts, lens, request, live, bounds)
     shares = live & (m > 0) & (m <= threshold) & ((window == 0) | (n <= window))
     cached = tl.minimum(tl.maximum(n - m, 0), width * G.page_size)
-    return start, m, n, tl.where(shares, cached, 0)
+    return tl.where(shares, cached, 0)
 
 
 @triton.jit(do_not_specialize=FREE)
@@ -89,16 +89,16 @@ def choose_depths(
     QUARTER: tl.constexpr = G.least // 4
     rule = (bounds, threshold, tl.load(windows + w))
     table, stride = batch[2], batch[3]
-    _, _, _, mine = _cached(batch, r, True, rule, G)
+    mine = _cached(batch, r, True, rule, G)
     k = tl.arange(0, K)
-    depth = (k % 4 + 4) * QUARTER << (k // 4)
+    depth = ((k % 4 + 4) * QUARTER).to(tl.int64) << (k // 4)
     reached = (depth <= mine) & (depth <= G.most)
     column = (depth - 1) // G.page_size
     page = tl.load(table + r.to(tl.int64) * stride + column, mask=reached, other=0)
     count = tl.zeros([K], tl.int32)
     for first in range(0, num_requests, FEW):
         other = first + tl.arange(0, FEW)
-        _, _, _, cached = _cached(batch, other, other < num_requests, rule, G)
+        cached = _cached(batch, other, other < num_requests, rule, G)
         both = reached[:, None] & (depth[:, None] <= cached[None, :])
         at = table + other.to(tl.int64)[None, :] * stride + column[:, None]
         same = both & (tl.load(at, mask=both, other=0) == page[:, None])
@@ -145,20 +145,19 @@ def find_leaders(
             kin += tl.sum(same.to(tl.int32), 0)
             lowest = tl.minimum(lowest, tl.min(tl.where(same, other, num_requests), 0))
         if kin > 1:
-            _, _, _, own = _cached(batch, r, True, rule, G)
-            _, _, _, theirs = _cached(batch, lowest, True, rule, G)
-            common = tl.minimum(own, theirs)
+            common = _cached(batch, r, True, rule, G)
+            common = tl.minimum(common, _cached(batch, lowest, True, rule, G))
             pages = (common + G.page_size - 1) // G.page_size
             leading = table + lowest.to(tl.int64) * stride
-            at = tl.where(lowest == r, pages, 0)
-            while at < pages:
-                column = at + tl.arange(0, PAGES)
-                live = column < pages
-                one = tl.load(row + column, mask=live, other=0)
-                two = tl.load(leading + column, mask=live, other=0)
-                end = tl.min(tl.where(one != two, column, pages), 0)
+            done = tl.where(lowest == r, pages, 0)
+            while done < pages:
+                columns = done + tl.arange(0, PAGES)
+                live = columns < pages
+                one = tl.load(row + columns, mask=live, other=0)
+                two = tl.load(leading + columns, mask=live, other=0)
+                end = tl.min(tl.where(one != two, columns, pages), 0)
                 common = tl.minimum(common, end * G.page_size)
-                at = tl.where(end < pages, pages, at + PAGES)
+                done = tl.where(end < pages, pages, done + PAGES)
             leader = tl.where(common >= depth, lowest, -1)
     tl.store(leaders + w * capacity + r, leader)
     tl.store(commons + w * capacity + r, common)
@@ -166,13 +165,12 @@ def find_leaders(
 
 @triton.jit(do_not_specialize=FREE)
 def lay_out(
-    batch, num_requests, bounds, windows, threshold, leaders, commons, groups, rows, capacity, room,
-    G: tl.constexpr,
+    batch, num_requests, bounds, leaders, commons, groups, rows, capacity, room, G: tl.constexpr,
 ):  # fmt: skip
     """Program (r, w): the group that r leads in window w, and the place of r's rows in its own.
 
     Args:
-        batch .. threshold, capacity, G: as in `choose_depths`.
+        batch .. bounds, capacity, G: as in `choose_depths`.
         leaders, commons: as `find_leaders` wrote them.
         groups: int32, written: starts [windows, capacity + 1] and lens [windows, capacity], rows
             and shared keys of the group each request leads (none of most); skips and shifts
@@ -183,7 +181,6 @@ def lay_out(
     """
     r = tl.program_id(0)
     w = tl.program_id(1)
-    rule = (bounds, threshold, tl.load(windows + w))
     starts, lens, skips, shifts = groups
     tokens, positions = rows
     mine = w * capacity
@@ -195,7 +192,7 @@ def lay_out(
     for first in range(0, num_requests, MANY):
         other = first + tl.arange(0, MANY)
         live = other < num_requests
-        _, m, _, _ = _cached(batch, other, live, rule, G)
+        _start, m, _n = lengths_of(batch[0], batch[1], other, live, bounds)
         their = tl.load(leaders + mine + other, mask=live, other=-1)
         common = tl.load(commons + mine + other, mask=live, other=0)
         m = tl.where(their >= 0, m, 0)
@@ -210,9 +207,9 @@ def lay_out(
     if r == num_requests - 1:
         tl.store(starts + w * (capacity + 1) + num_requests, tl.sum(total, 0))
     if leader >= 0:
-        start, m, n, _ = _cached(batch, r, True, rule, G)
+        start, new, n = lengths_of(batch[0], batch[1], r, True, bounds)
         at = tl.sum(place, 0)
         tl.store(shifts + mine + r, at - start)
-        for i in range(m):
+        for i in range(new):
             tl.store(tokens + w * room + at + i, start + i)
-            tl.store(positions + w * room + at + i, n - m + i)
+            tl.store(positions + w * room + at + i, n - new + i)

@@ -56,7 +56,7 @@ def found(step: Step) -> list[dict[str, list[int]]]:
     grid = (count, windows)
     choose_depths[grid](*rule, depths, capacity, step.grouping)
     find_leaders[grid](*rule, depths, leaders, commons, capacity, step.grouping)
-    lay_out[grid](*rule, leaders, commons, groups, rows, capacity, room, step.grouping)
+    lay_out[grid](*rule[:3], leaders, commons, groups, rows, capacity, room, step.grouping)
     names = ("starts", "lens", "skips", "shifts", "tokens", "positions")
     written = dict(zip(names, (*groups, *rows), strict=True))
     return [{name: x[w].tolist() for name, x in written.items()} for w in range(windows)]
