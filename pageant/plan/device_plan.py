@@ -153,20 +153,21 @@ class DevicePlanner(Planner):
     def _check(self, batch: Batch) -> None:
         if self.options.validate:
             self.inspect(batch)
-        elif (traits := traits_of(batch)) is None or traits not in self._right:
+        elif (traits := traits_of(batch)) not in self._right:
             check_host(batch, self.limits, self.features, self.device)
             if len(self._right) >= MOST_RIGHT:
                 self._right.clear()
-            self._right.add(traits)
+            if traits is not None:
+                self._right.add(traits)
 
     def _launch(self, buffers: PlanBuffers, batch: Batch) -> None:
         memory, requests, tokens = buffers.memory, batch.num_requests, batch.num_tokens
         starts, lens = batch.query_start_loc, batch.key_lens
-        bounds = (tokens, self.limits.max_seq_len)
+        most = self.limits.max_seq_len
         if memory.step is None:
-            memory.step = self._bind(memory, (starts, lens, requests, bounds))
+            memory.step = self._bind(memory, (starts, lens, requests, tokens, most))
         raw = memory.step.raw
-        memory.step(self._grid, raw(starts), raw(lens), requests, bounds, *memory.args)
+        memory.step(self._grid, raw(starts), raw(lens), requests, tokens, most, *memory.args)
         decodes = batch.max_query_len <= self.threshold
         for (phase, _), work in buffers.work.items():
             has_work = tokens > 0 and requests > 0

@@ -77,19 +77,17 @@ def _work(
     return units, first, tl.maximum(blocks, 1)
 
 
-@triton.jit(
-    do_not_specialize=["starts", "lens", "num_requests", "bounds", "threshold", "shard", "capacity"]
-)
+@triton.jit(do_not_specialize=["starts", "lens", "num_requests", "max_tokens", "max_len"])
 def plan_step(
-    starts, lens, num_requests, bounds, own_starts, own_lens, items, shares, arrivals, windows,
-    threshold, shard, capacity, C: tl.constexpr,
+    starts, lens, num_requests, max_tokens, max_len, own_starts, own_lens, items, shares, arrivals,
+    windows, threshold, shard, capacity, C: tl.constexpr,
 ):  # fmt: skip
     """Program (g, w) plans share g of window w; those of window 0 also copy the lengths.
 
     Args:
         starts, lens: int32 [R + 1] and [R], the batch's.
         num_requests: R.
-        bounds: most tokens and most keys of a request.
+        max_tokens, max_len: bounds on tokens, and on keys of a request.
         own_starts, own_lens: where they are copied to, within the bounds.
         items: int32 [windows, capacity, ITEM]: request, unit (its tile among those of a request),
             first and last block, slot of the partial result or -1; of a part, the first and last
@@ -106,6 +104,7 @@ def plan_step(
     g = tl.program_id(0)
     w = tl.program_id(1)
     SPLITS: tl.constexpr = C.splits
+    bounds = (max_tokens, max_len)
     rule = (bounds, threshold, tl.load(windows + w), shard)
     if w == 0:
         for first in range(g * MANY, num_requests + 1, tl.num_programs(0) * MANY):
