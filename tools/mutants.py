@@ -323,7 +323,7 @@ MUTANTS = (
     Mutant(
         "merge: an lse of +inf counts",
         "kernels/cpu/merge.py",
-        "lse = lse.masked_fill(lse == torch.inf, -torch.inf)",
+        "parts_lse = parts_lse.masked_fill(parts_lse == torch.inf, -torch.inf)",
         "pass",
         ("tests/reports/test_r01.py", "tests/kernels/cpu/test_merge.py"),
     ),
