@@ -24,7 +24,7 @@ PROGRAM = 4096  # elements
 NUM_WARPS = 4
 
 
-@triton.jit(do_not_specialize=["num_pages", "width"])
+@triton.jit(do_not_specialize=["num_pages", "width", "chunks"])
 def dequantize_kernel(
     sides,
     to,
@@ -36,6 +36,7 @@ def dequantize_kernel(
     lens_step,
     num_pages,
     width,
+    chunks,
     D: tl.constexpr,
     DV: tl.constexpr,
     HEADS: tl.constexpr,
@@ -44,7 +45,7 @@ def dequantize_kernel(
     KIND: tl.constexpr,
     SWIZZLED: tl.constexpr,
 ):
-    """Grid: R, ceil(width * PAGE_SIZE * HEADS / rows a program), 2; keys first.
+    """Grid: R * chunks, 2; keys first. A chunk of a request is the rows of one program.
 
     Args:
         sides: keys and values: elements, scales or None; strides of page, token and head, in
@@ -55,15 +56,15 @@ def dequantize_kernel(
         KIND: see `widen`.
         SWIZZLED: whether scales of values are.
     """
-    if tl.program_id(2) == 0:
+    if tl.program_id(1) == 0:
         _side(
             sides[0], to[0], factors[0], table, table_row, table_column, seq_lens, lens_step,
-            num_pages, width, D, HEADS, PAGE_SIZE, PROGRAM, KIND, False,
+            num_pages, width, chunks, D, HEADS, PAGE_SIZE, PROGRAM, KIND, False,
         )  # fmt: skip
     else:
         _side(
             sides[1], to[1], factors[1], table, table_row, table_column, seq_lens, lens_step,
-            num_pages, width, DV, HEADS, PAGE_SIZE, PROGRAM, KIND, SWIZZLED,
+            num_pages, width, chunks, DV, HEADS, PAGE_SIZE, PROGRAM, KIND, SWIZZLED,
         )  # fmt: skip
 
 
@@ -79,6 +80,7 @@ def _side(
     lens_step,
     num_pages,
     width,
+    chunks,
     D: tl.constexpr,
     HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -90,10 +92,10 @@ def _side(
     target, to_strides = to
     WIDTH: tl.constexpr = triton.next_power_of_2(D)
     ROWS: tl.constexpr = PROGRAM // WIDTH
-    request = tl.program_id(0).to(tl.int64)
+    request = (tl.program_id(0) // chunks).to(tl.int64)
     size = tl.load(seq_lens + request * lens_step).to(tl.int64)
     size = tl.minimum(size, width.to(tl.int64) * PAGE_SIZE)
-    first = tl.program_id(1).to(tl.int64) * ROWS
+    first = (tl.program_id(0) % chunks).to(tl.int64) * ROWS
     if first < size * HEADS:
         i = first + tl.arange(0, ROWS)
         token, head = i // HEADS, i % HEADS
@@ -162,7 +164,8 @@ def dequantize_pages(
     if cache.format.uses_layer_scales:
         factors = tuple(map(kernel_scale, scales))
     rows = PROGRAM // triton.next_power_of_2(max(dim, value_dim))
-    dequantize_kernel[(requests, -(-width * page_size * heads // rows), 2)](
+    chunks = -(-width * page_size * heads // rows)
+    dequantize_kernel[(requests * chunks, 2)](
         tuple(map(_source, cache.sides)),
         tuple((side.elements, side.elements.stride()[:3]) for side in out.sides),
         factors,
@@ -172,6 +175,7 @@ def dequantize_pages(
         seq_lens.stride(0),
         cache.num_pages,
         width,
+        chunks,
         D=dim,
         DV=value_dim,
         HEADS=heads,
