@@ -42,8 +42,9 @@ def cpu(
     out: Out = None,
 ) -> None:
     """Decode and prefill on this processor, against torch's attention."""
-    from pageant.bench.cpu import judge, measure
+    from pageant.bench.cpu import measure
     from pageant.bench.record import check_writable, record
+    from pageant.bench.results import judge
     from pageant.bench.show import cpu_case, cpu_claims
 
     _at_least("rounds", rounds, 1)
