@@ -59,8 +59,8 @@ def main(  # budget: one parameter for each option of the command
         raise bad("rounds", rounds, "a whole number from 1 up")
     if plot is not None and bench not in CASES:
         raise bad("plot", str(plot), f"nothing, for {bench}")
+    Device.detect(device)
     where = torch.device(device)
-    Device.detect(where)
     cases = _chosen(bench, case, only)
     for name, path in (("out", out), ("plot", plot)):
         if path is not None:
