@@ -10,6 +10,7 @@ from pageant.cache.pages import LayerCache, PagedCache, layout_for
 from pageant.cache.scales import check_scale
 from pageant.cache.wrap import wrap
 from pageant.device import Device
+from pageant.graphs import GraphMemory
 from pageant.kernels.launch import launch, never_compiled
 from pageant.parallel import run as parallel
 from pageant.plan.batch import Batch
@@ -88,6 +89,7 @@ class Attention:
         row, chosen = self._explanation.rows["decode"], (self.device, self._explanation)
         self._planner = planner_of(row)(shape, self.limits, *parts, *chosen)
         self._write, self._quantize = load_stores(row)
+        self.graph_memory: GraphMemory | None = None  # of its CUDA graphs, once there is one
 
     def explain(self) -> Explanation:
         """Which kernel serves each phase, and why each earlier one was refused."""
