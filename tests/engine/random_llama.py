@@ -17,6 +17,7 @@ SMOLLM2_135M = {
     "num_attention_heads": 9,
     "num_key_value_heads": 3,
     "max_position_embeddings": 8192,
+    "initializer_range": 0.06,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
 }
 TINY = {
@@ -27,13 +28,15 @@ TINY = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "max_position_embeddings": 256,
+    "initializer_range": 0.4,
 }
 
 
 def llama(sizes: dict[str, Any], seed: int = 0) -> Any:
     """A float32 model on the CPU that never ends a text; the same for the same seed."""
     torch.manual_seed(seed)
-    config = LlamaConfig(**sizes, tie_word_embeddings=True, eos_token_id=None)
+    # Tied to its embeddings, such a model would say its last token again.
+    config = LlamaConfig(**sizes, tie_word_embeddings=False, eos_token_id=None)
     return LlamaForCausalLM(config).eval()
 
 

@@ -51,11 +51,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield monkeypatch
 
 
-@pytest.mark.parametrize("drafts", [0, 2])
-def test_the_same_tokens(pretend: pytest.MonkeyPatch, drafts: int) -> None:
-    """Five requests in a bucket of eight, and fewer towards the end."""
+@pytest.mark.parametrize(("drafts", "chunk"), [(0, 4), (2, 4), (2, 2)])
+def test_the_same_tokens(pretend: pytest.MonkeyPatch, drafts: int, chunk: int) -> None:
+    """Five requests in a bucket of eight, fewer towards the end; chunks that are decodes too."""
     sampling, config = Sampling(max_new_tokens=5), EngineConfig(speculative_tokens=drafts)
-    config = replace(config, num_pages=40, max_requests=8, chunk_size=4)
+    config = replace(config, num_pages=40, max_requests=8, chunk_size=chunk)
     engine = Engine(llama(TINY), Numbers(), config)
     runner, sizes = engine._runner, []
     graphs = DecodeGraphs(runner.attention, runner._forward)
