@@ -81,16 +81,18 @@ def test_the_tokens_of_the_cpu(model, expected, plain, changes):
 
 @pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
 def test_in_bfloat16(cache):
-    """What `pageant generate --device cuda` runs by default: graphs and eager steps agree."""
+    """What `pageant generate --device cuda` runs by default. Rounding may part some texts, not most:
+    the first token comes from a prefill, the second from a graph or an eager step."""
     model = llama({**SMOLLM2_135M, "num_hidden_layers": 3}).to("cuda", torch.bfloat16)
     texts = []
     for graphs in (True, False):
         config = EngineConfig(cache=CacheSpec(format=cache), graphs=graphs)
         engine = Engine(model, Numbers(), config)
         completions = engine.generate(PROMPTS, Sampling(max_new_tokens=8))
-        texts.append([completion.tokens[0] for completion in completions])
+        texts.append([completion.tokens[:2] for completion in completions])
         assert all(len(completion.tokens) == 8 for completion in completions)
-    assert texts[0] == texts[1]
+    agreeing = sum(one == other for one, other in zip(*texts, strict=True))
+    assert agreeing >= 3, texts
 
 
 def test_copies_wait_for_nothing():
