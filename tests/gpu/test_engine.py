@@ -81,7 +81,7 @@ def test_the_tokens_of_the_cpu(model, expected, plain, changes):
 
 @pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
 def test_in_bfloat16(cache):
-    """What `pageant generate --device cuda` runs by default. Rounding may part some texts, not most:
+    """What `pageant generate --device cuda` runs by default. Rounding may part some texts:
     the first token comes from a prefill, the second from a graph or an eager step."""
     model = llama({**SMOLLM2_135M, "num_hidden_layers": 3}).to("cuda", torch.bfloat16)
     texts = []
