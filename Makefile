@@ -60,7 +60,8 @@ bench: setup ## time the CPU kernels; measure what each cache format costs (seve
 	  --write docs/formats.md
 
 gpu: setup ## run the tests that need a CUDA device
-	@$(PYTEST) tests -m gpu
+	@$(PYTEST) tests/gpu/test_properties.py -n 8 --dist worksteal
+	@$(PYTEST) tests/gpu --ignore tests/gpu/test_properties.py
 
 check: setup ## format, lint, types, structure and quick tests, in under a minute
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target lint types structure quick

@@ -1,6 +1,6 @@
 """Pageant: paged attention for LLM serving. Plan once a step, write and run once a layer."""
 
-from pageant import ops
+from pageant import graphs, ops
 from pageant.api import Attention
 from pageant.cache.calibrate import Scales, calibrate
 from pageant.cache.out_scales import SwizzledScales
@@ -43,6 +43,7 @@ __all__ = [
     "Support",
     "SwizzledScales",
     "calibrate",
+    "graphs",
     "ops",
     "supports",
 ]

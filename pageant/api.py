@@ -11,6 +11,7 @@ from pageant.cache.out_scales import OutScales
 from pageant.cache.pages import LayerCache, PagedCache, layout_for
 from pageant.cache.wrap import wrap
 from pageant.device import Device
+from pageant.graphs import GraphMemory
 from pageant.kernels.launch import launch, never_compiled
 from pageant.kernels.warmup import Progress, warm_up
 from pageant.parallel import run as parallel
@@ -85,6 +86,7 @@ class Attention:
         self._write, self._quantize = load_stores(row)
         given = shape, self.cache, self.format, self.features, self.device
         self._calls = Calls(*given, self._planner.resolve)
+        self.graph_memory: GraphMemory | None = None  # of its CUDA graphs, once there is one
 
     def explain(self) -> Explanation:
         """Which kernel serves each phase, and why each earlier one was refused."""

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 import pageant
 from pageant import ArgumentError, Layer, ops
 from pageant.cache.formats import FORMATS
+from pageant.cache.layout import LAYOUTS
 from pageant.kernels import reference
 from pageant.plan.op_inputs import SCALE_NAMES
+from pageant.select.choose import STEPS, load_step
 from tests.inputs import BOUNDS, Case, assert_close, build
 from tests.reports.scene import each_dtype, each_kernel
 
@@ -441,3 +443,103 @@ def test_merging_into_any_strides():
         got, _ = ops.merge_states(**merged(outs=outs, out=out))
         assert got is out
         assert torch.equal(out, want)
+
+
+# Pages without attention
+
+
+def test_page_indices_with_and_without_room_of_their_own():
+    lens, table = ints([6, 0, 4]), ints([[7, 0], [3, 3], [5, -1]])
+    made = ops.page_indices(lens, table, 4)
+    assert [x.tolist() for x in made] == [[0, 2, 2, 3], [7, 0, 5, 0, 0, 0], [2, 0, 4]]
+    assert all(x.dtype == torch.int32 for x in made)
+    out = tuple(torch.full((size,), 9, dtype=torch.int32) for size in (4, 8, 3))
+    assert ops.page_indices(lens, table, 4, out=out) is out
+    assert [x.tolist() for x in out] == [[0, 2, 2, 3], [7, 0, 5, 9, 9, 9, 9, 9], [2, 0, 4]]
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"seq_lens": ints([6, 9])}, "seq_lens[1]"),
+        ({"seq_lens": ints([-1, 0])}, "seq_lens[0]"),
+        ({"seq_lens": ints([6])}, "page_table"),
+        ({"seq_lens": torch.tensor([6, 4])}, "seq_lens"),
+        ({"seq_lens": [6, 4]}, "seq_lens"),
+        ({"page_table": ints([1, 2])}, "page_table"),
+        ({"page_size": 0}, "page_size"),
+        ({"page_size": 4.0}, "page_size"),
+        ({"out": 3}, "out"),
+        ({"out": (ints([0] * 3), ints([0] * 4))}, "out"),
+        ({"out": (ints([0] * 3), ints([0] * 3), ints([0] * 2))}, "out: indices"),
+        ({"out": (ints([0] * 4), ints([0] * 4), ints([0] * 2))}, "out: indptr"),
+        ({"out": (ints([0] * 3), ints([0] * 4), torch.zeros(2))}, "out: last_page_len"),
+    ],
+)
+def test_pages_that_cannot_be_listed(change, name):
+    given = {"seq_lens": ints([6, 4]), "page_table": ints([[7, 0], [5, -1]]), "page_size": 4}
+    with pytest.raises(ArgumentError) as caught:
+        ops.page_indices(**{**given, **change})
+    assert caught.value.argument == name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_attention_over_pages_made_plain_is_that_over_the_pages(layout, format):
+    """With the layer's scales in them, they need none."""
+    problem = build(case(dtype=torch.float32, format=format, scales=True, memory=layout))
+    layer, batch = problem.layer, problem.batch
+    plain, table = ops.dequantize_pages(
+        problem.cache,
+        batch.page_table,
+        batch.seq_lens,
+        dtype=torch.float32,
+        scales=(layer.k_scale, layer.v_scale),
+        layout=layout,
+    )
+    assert plain.k.dtype == torch.float32
+    assert table.tolist() == torch.arange(table.numel()).view(batch.page_table.shape).tolist()
+    assert plain.k.isfinite().all()  # slots past the end are poisoned, and not copied
+    out = ops.paged_attention(
+        problem.q, plain.k, plain.v, batch.query_start_loc, batch.seq_lens, table, layer=layer
+    )
+    assert_close(out, problem.expected_out, 1e-5)
+
+
+def fp8_pages(**others):
+    pages = torch.zeros(3, 4, 1, 16, dtype=torch.float8_e4m3fn)
+    return {
+        "cache": pageant.LayerCache(pages, pages.clone(), FORMATS["fp8_e4m3"]),
+        "page_table": ints([[2, 0], [1, -1]]),
+        "seq_lens": ints([6, 4]),
+        **others,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"cache": torch.zeros(3, 4, 1, 16)}, "cache"),
+        ({"dtype": torch.float64}, "dtype"),
+        ({"dtype": "float16"}, "dtype"),
+        ({"scales": 1.0}, "scales"),
+        ({"scales": (0.0, 1.0)}, "k_scale"),
+        ({"layout": "NHD"}, "layout"),
+        ({"seq_lens": ints([6, 5])}, "page_table[1, 1]"),
+        ({"page_table": ints([[2, 3], [1, 0]])}, "page_table[0, 1]"),
+        ({"seq_lens": ints([9, 4])}, "seq_lens[0]"),
+        ({"page_table": torch.zeros(2, 2)}, "page_table"),
+    ],
+)
+def test_pages_that_cannot_be_made_plain(change, name):
+    ops.dequantize_pages(**fp8_pages())
+    with pytest.raises(ArgumentError) as caught:
+        ops.dequantize_pages(**fp8_pages(**change))
+    assert caught.value.argument == name
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_step_has_a_kernel_on_every_device(device):
+    for name in STEPS:
+        kernel = load_step(name, torch.device(device))
+        assert ("triton" in kernel.__module__) == (device == "cuda")

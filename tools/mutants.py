@@ -153,8 +153,8 @@ MUTANTS = (
     Mutant(
         "int8: the scale is a 128th",
         "cache/quantize.py",
-        "values.abs().amax(-1) / fmt.max_value",
-        "values.abs().amax(-1) / (fmt.max_value + 1)",
+        "amax(-1) / _as_tensor(fmt.max_value, x.device)",
+        "amax(-1) / _as_tensor(fmt.max_value + 1, x.device)",
         ("tests/cache/test_formats.py",),
     ),
     Mutant(
@@ -323,7 +323,7 @@ MUTANTS = (
     Mutant(
         "merge: an lse of +inf counts",
         "kernels/cpu/merge.py",
-        "lse = lse.masked_fill(lse == torch.inf, -torch.inf)",
+        "parts_lse = parts_lse.masked_fill(parts_lse == torch.inf, -torch.inf)",
         "pass",
         ("tests/reports/test_r01.py", "tests/kernels/cpu/test_merge.py"),
     ),

@@ -6,6 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from pageant.cache.formats import FORMATS, OF_DTYPE
+
+BEST = "best peer"
+LARGEST = 2**62
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -17,6 +22,9 @@ class Case:
         q_heads, kv_heads, head_dim, dtype: of the layer.
         page_size: tokens a page; pages lie shuffled.
         shared: first tokens that all requests have in common, in the same pages: whole ones.
+        format: the cache's, where a case is about one; None leaves it to the benchmark.
+        causal, window, soft_cap: what the layer and the batch ask for.
+        drafts: draft tokens that a decode verifies besides its own.
     """
 
     name: str
@@ -27,11 +35,56 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     page_size: int = 16
     shared: int = 0
+    format: str | None = None
+    causal: bool = True
+    window: int | None = None
+    soft_cap: float | None = None
+    drafts: int = 0
 
     @property
     def is_decode(self) -> bool:
-        """Whether every request brings one new token."""
-        return all(m == 1 for m, _ in self.lengths)
+        """Whether every request brings one new token, and its drafts."""
+        return all(m == 1 + self.drafts for m, _ in self.lengths)
+
+    @property
+    def own_format(self) -> str:
+        """Name of the cache format: the case's, or that of the model's dtype."""
+        return self.format or OF_DTYPE[self.dtype]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the stored keys and values, scales included, that some row sees.
+
+        >>> Case(name="x", lengths=((1, 1000),), window=10).kv_bytes == 10 * 2 * 8 * 128 * 2
+        True
+        """
+        fmt = FORMATS[self.own_format]
+        row = fmt.data_bytes(self.head_dim) + fmt.scale_bytes(self.head_dim)
+        window = LARGEST if self.window is None else self.window
+        seen = sum(min(n, window + m - 1) for m, n in self.lengths)
+        return 2 * seen * self.kv_heads * row
+
+    @property
+    def num_bytes(self) -> int:
+        """The same, and those of queries and outputs."""
+        tokens = sum(m for m, _ in self.lengths)
+        return self.kv_bytes + 2 * tokens * self.q_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of both products, of visible pairs alone.
+
+        Rows 1, 2 and 3 of three new tokens after one cached see 2, 3 and 4 keys:
+
+        >>> Case(name="x", lengths=((3, 4),), q_heads=1, head_dim=16).flops == 4 * 9 * 16
+        True
+        """
+        pairs = 0
+        for m, n in self.lengths:
+            visible = range(n - m + 1, n + 1) if self.causal else [n] * m
+            window = LARGEST if self.window is None else self.window
+            pairs += sum(min(count, window) for count in visible)
+        return 4 * pairs * self.q_heads * self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +93,7 @@ class Claim:
 
     Attributes:
         case: the case's name.
-        ours, other: names of contenders.
+        ours, other: names of contenders; `BEST` stands for the fastest that is not Pageant's.
         most: the largest ratio of their times that keeps the claim.
     """
 

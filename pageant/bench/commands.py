@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from pageant.bench.cases import CPU_CASES, CPU_CLAIMS, Case
+from pageant.bench.gpu.commands import COMMANDS
 from pageant.cache.formats import FORMATS, resolve
 from pageant.device import Device
 from pageant.engine.errors import EngineError
@@ -27,6 +28,8 @@ bench = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+for command in COMMANDS:
+    bench.command()(command)
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Out = Annotated[Path | None, typer.Option(help="Write the JSON object to this file.")]
 
@@ -42,8 +45,9 @@ def cpu(
     out: Out = None,
 ) -> None:
     """Decode and prefill on this processor, against torch's attention."""
-    from pageant.bench.cpu import judge, measure
+    from pageant.bench.cpu import measure
     from pageant.bench.record import check_writable, record
+    from pageant.bench.results import judge
     from pageant.bench.show import cpu_case, cpu_claims
 
     _at_least("rounds", rounds, 1)

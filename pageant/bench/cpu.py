@@ -2,54 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
-from pageant.bench.cases import Case, Claim
+from pageant.bench.cases import Case
 from pageant.bench.peers import PEERS, CannotRunError
 from pageant.bench.problem import Problem, Run
+from pageant.bench.results import Result
 from pageant.bench.timing import interleaved
 from pageant.cache.formats import FORMATS, OF_DTYPE
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """One contender on one case.
-
-    Attributes:
-        case, contender: their names.
-        median_ms, fastest_ms: of a call, over all rounds; None if it cannot run.
-        error: relative Frobenius error against float64 attention over the same stored keys.
-        why: why it cannot run; else None.
-    """
-
-    case: str
-    contender: str
-    median_ms: float | None = None
-    fastest_ms: float | None = None
-    error: float | None = None
-    why: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """A claim, and what was measured.
-
-    Attributes:
-        claim: what should hold.
-        ratio: median time of `claim.ours` over that of `claim.other`; None if one did not run.
-    """
-
-    claim: Claim
-    ratio: float | None
-
-    @property
-    def holds(self) -> bool | None:
-        """Whether the claim was kept; None if it was not measured."""
-        return None if self.ratio is None else self.ratio <= self.claim.most
 
 
 def formats_for(case: Case) -> list[str]:
@@ -99,6 +62,7 @@ def measure(case: Case, rounds: int, only: Collection[str] = ()) -> list[Result]
             contender=name,
             median_ms=1e3 * times[name].median,
             fastest_ms=1e3 * times[name].fastest,
+            spread_ms=1e3 * times[name].spread,
             error=errors[name],
         )
         for name in wanted
@@ -119,17 +83,3 @@ def _errors(problem: Problem, runs: dict[str, Run]) -> dict[str, float]:
             truths[format] = wide.attention(format, kernels="reference")().double()
         errors[name] = float((run() - truths[format]).norm() / truths[format].norm())
     return errors
-
-
-def judge(results: Iterable[Result], claims: Sequence[Claim]) -> list[Verdict]:
-    """The claims about cases that were measured, each with its ratio."""
-    medians = {(each.case, each.contender): each.median_ms for each in results}
-    cases = {case for case, _ in medians}
-    verdicts = []
-    for claim in claims:
-        ours = medians.get((claim.case, claim.ours))
-        other = medians.get((claim.case, claim.other))
-        if claim.case in cases:
-            ratio = None if ours is None or other is None else ours / other
-            verdicts.append(Verdict(claim=claim, ratio=ratio))
-    return verdicts

@@ -119,15 +119,8 @@ def sdpa_causal(problem: Problem) -> Run:
 
 def gather_sdpa(problem: Problem) -> Run:
     """Copy each request's pages into one buffer, allocated once; then as ``sdpa``."""
-    parts, case = stacks(problem), problem.case
-    num_pages = problem.num_pages
-    shape = (num_pages, case.page_size, case.kv_heads, case.head_dim)
-    pools = [torch.zeros(shape, dtype=case.dtype) for _ in "kv"]
-    for pool, each in zip(pools, (problem.keys, problem.values), strict=True):
-        for pages, rows in zip(problem.page_table, each, strict=True):
-            full = rows.new_zeros(len(pages) * case.page_size, *rows.shape[1:])
-            full[: len(rows)] = rows
-            pool[pages] = full.view(len(pages), *shape[1:])
+    parts, pools = stacks(problem), problem.pools()
+    shape = pools[0].shape
     widest = max(part.page_table.numel() for part in parts)
     buffers = [pool.new_empty(widest, *shape[1:]) for pool in pools]
 

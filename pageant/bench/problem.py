@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -11,8 +11,10 @@ import torch
 from pageant.api import Attention
 from pageant.bench.cases import Case
 from pageant.cache.calibrate import calibrate
+from pageant.cache.pages import PagedCache
 from pageant.plan.batch import Batch
-from pageant.types import CacheSpec, Limits, Options, Shape
+from pageant.plan.build import Plan
+from pageant.types import CacheSpec, Features, Layer, Limits, Options, Shape
 
 Run = Callable[[], torch.Tensor]
 
@@ -36,16 +38,17 @@ class Problem:
     page_table: list[list[int]]
 
     @classmethod
-    def of(cls, case: Case, seed: int = 0) -> Problem:
-        """The numbers that this case and seed stand for."""
-        rng = torch.Generator().manual_seed(seed)
+    def of(cls, case: Case, seed: int = 0, device: torch.device | str = "cpu") -> Problem:
+        """The numbers that this case and seed stand for on a device."""
+        rng = torch.Generator(device).manual_seed(seed)
 
         def normal(rows: int, heads: int) -> torch.Tensor:
-            return torch.randn(rows, heads, case.head_dim, generator=rng).to(case.dtype)
+            size = (rows, heads, case.head_dim)
+            return torch.randn(size, generator=rng, device=device).to(case.dtype)
 
         common = case.shared // case.page_size
         widths = [-(-n // case.page_size) - common for _, n in case.lengths]
-        pool = torch.randperm(common + sum(widths), generator=rng)
+        pool = torch.randperm(common + sum(widths), generator=rng, device=device)
         first, *others = pool.split([common, *widths])
         q = normal(sum(m for m, _ in case.lengths), case.q_heads)
         keys, values = ([normal(n, case.kv_heads) for _, n in case.lengths] for _ in range(2))
@@ -75,17 +78,32 @@ class Problem:
             page_table=self.page_table,
         )
 
-    def attention(self, format: str, **options: Any) -> Run:
-        """Pageant over a cache of this format that holds the keys and values.
+    def pools(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys, and all values, in pages as the table says: [P, N, Hkv, D]; zeros elsewhere."""
+        case = self.case
+        shape = (self.num_pages, case.page_size, case.kv_heads, case.head_dim)
+        pools = self.q.new_zeros(shape), self.q.new_zeros(shape)
+        for pool, each in zip(pools, (self.keys, self.values), strict=True):
+            for pages, rows in zip(self.page_table, each, strict=True):
+                full = rows.new_zeros(len(pages) * case.page_size, *rows.shape[1:])
+                full[: len(rows)] = rows
+                pool[pages] = full.view(len(pages), *shape[1:])
+        return pools
+
+    def layer(self, format: str) -> Layer:
+        """The layer, with the scales that a cache of this format wants for these numbers."""
+        scales = calibrate(list(zip(self.keys, self.values, strict=True)), format)
+        return scales.apply(Layer(window=self.case.window, soft_cap=self.case.soft_cap))
+
+    def prepared(self, format: str, copies: int = 1, **options: Any) -> Prepared:
+        """Pageant over caches of this format that hold the keys and values.
 
         Args:
             format: of the cache.
+            copies: caches of the same contents.
             **options: fields of ``Options``.
-
-        Returns:
-            A call that computes out [T, Hq, D] anew, always in the same memory.
         """
-        case = self.case
+        case, device, layer = self.case, self.q.device, self.layer(format)
         shape = Shape(
             num_q_heads=case.q_heads,
             num_kv_heads=case.kv_heads,
@@ -101,19 +119,60 @@ class Problem:
                 max_tokens=sum(key_lens),
                 max_seq_len=max(key_lens),
             ),
-            options=Options(**options),
+            Features.of([layer], non_causal=not case.causal),
+            Options(speculative_tokens=case.drafts, **options),
+            device,
         )
-        cache = attention.new_cache(num_layers=1, num_pages=self.num_pages)[0]
+        caches = attention.new_cache(num_layers=copies, num_pages=self.num_pages)
         k, v = torch.cat(self.keys), torch.cat(self.values)
-        layer = calibrate([(k, v)], format).apply()
         fill = Batch.from_lengths(key_lens, key_lens, self.page_table, case.page_size)
-        attention.write(attention.plan(fill), cache, k, v, layer=layer)
-        batch = Batch.from_lengths(query_lens, key_lens, self.page_table, case.page_size)
-        plan = attention.plan(batch)
-        out = torch.empty_like(self.q)
+        plan = attention.plan(_moved(fill, device))
+        for copy in range(copies):
+            attention.write(plan, caches[copy], k, v, layer=layer)
+        batch = Batch.from_lengths(
+            query_lens, key_lens, self.page_table, case.page_size, causal=case.causal
+        )
+        plan = attention.plan(_moved(batch, device))
+        return Prepared(attention, plan, caches, layer, self.q, torch.empty_like(self.q))
 
-        def run() -> torch.Tensor:
-            attention.run(plan, self.q, cache, layer, out=out)
-            return out
+    def attention(self, format: str, **options: Any) -> Run:
+        """A call that computes Pageant's out [T, Hq, D] anew, always in the same memory.
 
-        return run
+        Args:
+            format: of the cache.
+            **options: fields of ``Options``.
+        """
+        return self.prepared(format, **options).run
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Pageant, ready to run a problem.
+
+    Attributes:
+        attention, plan, layer: what it runs with.
+        caches: copies of the same contents.
+        q, out: [T, Hq, D].
+    """
+
+    attention: Attention
+    plan: Plan
+    caches: PagedCache
+    layer: Layer
+    q: torch.Tensor
+    out: torch.Tensor
+
+    def run(self, copy: int = 0) -> torch.Tensor:
+        """Compute `out` from one of the copies."""
+        self.attention.run(self.plan, self.q, self.caches[copy], self.layer, out=self.out)
+        return self.out
+
+
+def _moved(batch: Batch, device: torch.device) -> Batch:
+    """The batch with its tensors on a device."""
+    tensors: dict[str, Any] = {
+        field.name: value.to(device)
+        for field in fields(batch)
+        if isinstance(value := getattr(batch, field.name), torch.Tensor)
+    }
+    return replace(batch, **tensors)

@@ -17,7 +17,17 @@ import pageant
 from pageant.device import Device
 from pageant.types import bad
 
-PACKAGES = ("torch", "numpy", "numba", "transformers", "triton")
+PACKAGES = (
+    "torch",
+    "numpy",
+    "numba",
+    "transformers",
+    "triton",
+    "flash-attn-3",
+    "tokenspeed-fa3",
+    "flashinfer-python",
+    "nvidia-cudnn-cu13",
+)
 ROOT = Path(pageant.__file__).parents[1]
 
 

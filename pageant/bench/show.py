@@ -12,8 +12,8 @@ from rich.text import Text
 from pageant.bench.tables import markdown, terminal
 
 if TYPE_CHECKING:
-    from pageant.bench.cpu import Result, Verdict
     from pageant.bench.perplexity import Row
+    from pageant.bench.results import Result, Verdict
 
 
 def cpu_case(case: str, results: Sequence[Result]) -> Group:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.table import Table
+if TYPE_CHECKING:  # documents need no rich, which may be missing
+    from rich.table import Table
 
 Rows = Sequence[Sequence[str]]
 
 
 def terminal(title: str, columns: Sequence[str], rows: Rows) -> Table:
     """For rich: the first column to the left, the others to the right; names may have lines."""
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(

@@ -1,6 +1,6 @@
 """Values to stored elements and back: the definition every write and read kernel must equal.
 
-Plain PyTorch, float32, IEEE division; runs on any device.
+Plain PyTorch, float32, IEEE division; runs on any device, on a GPU without waiting for it.
 
 >>> codes, _ = quantize(torch.tensor([1000.0, -465.0, 0.1]), "fp8_e4m3")
 >>> dequantize(codes, None, "fp8_e4m3").tolist()
@@ -59,15 +59,21 @@ def encode(x: torch.Tensor, fmt: Format, scale: Scalar = 1.0) -> Stored:
         if isinstance(scale, torch.Tensor) or scale != 1.0:
             values = values / _as_tensor(scale, x.device)
         return _round(values, fmt), None
-    scales = values.abs().amax(-1) / fmt.max_value
+    scales = values.abs().amax(-1) / _as_tensor(fmt.max_value, x.device)
     values = (values / scales[..., None]).masked_fill(scales[..., None] == 0, 0.0)
     return _round(values, fmt), scales
 
 
 def _as_tensor(scale: Scalar, device: torch.device) -> torch.Tensor:
-    if isinstance(scale, torch.Tensor):
+    """float32 [] on the device: by a number, GPUs would divide less exactly.
+
+    What the host knows is filled in: a copy would wait.
+    """
+    if isinstance(scale, torch.Tensor) and scale.device == device:
+        return scale.reshape(()).to(torch.float32)
+    if isinstance(scale, torch.Tensor) and not scale.is_cpu:
         return scale.reshape(()).to(device=device, dtype=torch.float32)
-    return torch.tensor(scale, dtype=torch.float32, device=device)
+    return torch.full((), float(scale), dtype=torch.float32, device=device)
 
 
 def _round(values: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -93,7 +99,7 @@ def _encode_blocks(x: torch.Tensor, fmt: Format, factor: torch.Tensor) -> Stored
     absmax = blocks.abs().amax(-1)
     best: tuple[torch.Tensor, ...] = ()
     for top in fmt.block_tops:
-        scales = _round(absmax / top / factor, scale_format)
+        scales = _round(absmax / _as_tensor(top, x.device) / factor, scale_format)
         step = (scales.float() * factor)[..., None]
         codes = _e2m1_codes(blocks / step).masked_fill(scales.float()[..., None] == 0, 0)
         if len(fmt.block_tops) == 1:
@@ -123,8 +129,10 @@ def _e2m1_codes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _e2m1_values(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    table = torch.tensor(_E2M1, dtype=dtype, device=codes.device)
-    return torch.cat([table, -table])[codes.int()]
+    sizes = torch.zeros(8, dtype=dtype, device=codes.device)
+    for code, size in enumerate(_E2M1):
+        sizes[code].fill_(size)  # a copy from the host would wait
+    return torch.cat([sizes, -sizes])[codes.int()]
 
 
 def _squared_error(x: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:

@@ -5,5 +5,5 @@ model      load a model (smollm2: default)   runner     one step through the mod
 request    one prompt on its way             sampler    the next token
 scheduler  who computes what in a step       engine     the loop that joins them
 drafts     guesses at the next tokens        metrics    what it took
-generate   the command line (display: its output)
+generate   the command line (display: output)  decode_graphs  steps as CUDA graphs
 """

@@ -24,6 +24,7 @@ class EngineConfig:
             None).
         prefix_cache: use pages of earlier prompts again.
         speculative_tokens: draft tokens verified beside each new one, at most; 0 drafts none.
+        graphs: on a GPU, replay steps of decodes as CUDA graphs; a context_parallel's ranks do not.
         options: how the attention works; the engine fills in its speculative_tokens. With a
             context_parallel every rank of its group runs an engine, and gives it the same requests.
 
@@ -38,12 +39,15 @@ class EngineConfig:
     prefill_budget: int = 512
     prefix_cache: bool = True
     speculative_tokens: int = 0
+    graphs: bool = True
     options: Options = field(default_factory=Options)
 
     def __post_init__(self) -> None:
         for name, kind in (("cache", CacheSpec), ("options", Options)):
             if not isinstance(getattr(self, name), kind):
                 raise EngineError(f"{name} is {getattr(self, name)!r}; allowed: {kind.__name__}")
+        if not isinstance(self.graphs, bool):
+            raise EngineError(f"graphs is {self.graphs!r}; allowed: True or False")
         sizes = (  # name, value, its least value, and whose bound it has
             ("page_size", self.cache.page_size, 1, "page_size"),
             ("num_pages", self.num_pages, 1, "num_pages"),

@@ -109,7 +109,8 @@ class Engine:
         cache = attention.new_cache(num_layers=len(layers), num_pages=config.pool_pages)
         pool = PagePool(config.pool_pages)
         self._ranks = config.options.context_parallel
-        self._runner = Runner(model, attention, cache, layers)
+        graphs = config.graphs and self._device.type == "cuda" and self._ranks is None
+        self._runner = Runner(model, attention, cache, layers, graphs=graphs)
         self.scheduler = Scheduler(
             pool, config.page_tokens, limits, prefix_cache=config.prefix_cache
         )

@@ -67,6 +67,9 @@ def generate(  # budget: one parameter for each option of the command line
         int, typer.Option(min=1, help="Processes that share the cache; start them by torchrun.")
     ] = 1,
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
+    no_graphs: Annotated[
+        bool, typer.Option("--no-graphs", help="On a GPU: launch decode steps kernel by kernel.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Complete prompts with a language model through paged attention.
@@ -89,6 +92,7 @@ def generate(  # budget: one parameter for each option of the command line
                 chunk_size=chunk_size or None,
                 prefix_cache=not no_prefix_cache,
                 speculative_tokens=spec,
+                graphs=not no_graphs,
                 options=Options(context_parallel=ranks),
             )
             is_first = ranks is None or ranks.rank == 0  # the others work silently

@@ -9,9 +9,11 @@ import torch
 
 from pageant.api import Attention
 from pageant.cache.pages import PagedCache
+from pageant.engine.decode_graphs import DecodeGraphs
 from pageant.engine.scheduler import Work
 from pageant.integrations.transformers import Step
 from pageant.plan.batch import Batch
+from pageant.plan.build import Plan
 from pageant.ranks import ALONE, ContextParallel
 from pageant.types import Layer
 
@@ -23,8 +25,10 @@ class Runner:
         model: a transformers model prepared by ``integrations.transformers.layers_of``.
         attention, cache: built for the model's shape and layers.
         layers: one Layer for each layer of the model.
+        graphs: replay steps of decodes as CUDA graphs.
 
     Attributes:
+        graphs: those graphs, or None.
         shared_pages: pages whose keys the latest step computed once for several requests.
     """
 
@@ -36,6 +40,8 @@ class Runner:
         attention: Attention,
         cache: PagedCache,
         layers: list[Layer],
+        *,
+        graphs: bool = False,
     ) -> None:
         self.model = model
         self.attention = attention
@@ -43,6 +49,7 @@ class Runner:
         self.layers = layers
         self.shard = attention.options.context_parallel or ALONE
         self.device: torch.device = model.device
+        self.graphs = DecodeGraphs(attention, self._forward) if graphs else None
 
     def run(self, works: list[Work]) -> torch.Tensor:
         """Compute a step in batch order.
@@ -52,22 +59,44 @@ class Runner:
             last token, then one for each of its drafts.
         """
         inputs = StepInputs(works, self.attention.cache.page_size, self.shard)
-        plan = self.attention.plan(inputs.batch(self.device))
+        batch = inputs.batch(self.device)
+        tokens = put(inputs.token_ids, self.device), put(inputs.positions, self.device)
+        wanted = put(inputs.sampling_rows, self.device)
+        if self.graphs is not None and self.graphs.takes(batch):
+            self.shared_pages = 0
+            return self.graphs.run(batch, *tokens)[wanted]
+        plan = self.attention.plan(batch)
         self.shared_pages = max(
             sum(len(prefix.pages) for prefix in prefixes) for prefixes in plan.shared.values()
         )
+        return self._forward(plan, *tokens, wanted)
+
+    def _forward(
+        self,
+        plan: Plan,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor | int = 0,
+    ) -> torch.Tensor:
+        """Logits [.., V] of the rows that are wanted; 0: of all."""
         output = self.model(
-            input_ids=self._put(inputs.token_ids)[None],
-            position_ids=self._put(inputs.positions)[None],
+            input_ids=token_ids[None],
+            position_ids=positions[None],
             use_cache=False,
-            logits_to_keep=self._put(inputs.sampling_rows),
+            logits_to_keep=rows,
             pageant_step=Step(self.attention, plan, self.cache, self.layers),
         )
         logits: torch.Tensor = output.logits[0]
         return logits
 
-    def _put(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+
+def put(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+    """An array on a device; on a GPU nothing waits for the copy.
+
+    Its pinned memory is torch's, which hands it out again once the copy is done, never before.
+    """
+    host = torch.from_numpy(array)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 class StepInputs:
@@ -114,17 +143,15 @@ class StepInputs:
 
     def batch(self, device: torch.device) -> Batch:
         """The step as Pageant plans it."""
-        query_start_loc = torch.from_numpy(self.query_start_loc)
-        seq_lens = torch.from_numpy(self.seq_lens)
         return Batch(
-            query_start_loc=query_start_loc.to(device),
-            seq_lens=seq_lens.to(device),
-            page_table=torch.from_numpy(self.page_table).to(device),
-            slot_mapping=torch.from_numpy(self.slots).to(device),
+            query_start_loc=put(self.query_start_loc, device),
+            seq_lens=put(self.seq_lens, device),
+            page_table=put(self.page_table, device),
+            slot_mapping=put(self.slots, device),
             num_requests=len(self.seq_lens),
             num_tokens=len(self.token_ids),
             max_query_len=self.max_query_len,
             max_seq_len=self.max_seq_len,
-            query_start_loc_cpu=query_start_loc,
-            seq_lens_cpu=seq_lens,
+            query_start_loc_cpu=torch.from_numpy(self.query_start_loc),
+            seq_lens_cpu=torch.from_numpy(self.seq_lens),
         )

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pageant.kernels.cpu.merge import merge_states
+from pageant.kernels.merge import merge_states
 from pageant.ranks import ContextParallel
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from pageant.cache.pages import LayerCache
-from pageant.kernels.cpu.merge import merge_states
 from pageant.kernels.launch import launch
+from pageant.kernels.merge import merge_states
 from pageant.parallel.combine import combine, gather_heads
 from pageant.plan.build import Plan
 from pageant.plan.inputs import LayerParams

@@ -52,7 +52,8 @@ class Bound:
 
     Of later calls every argument has the type it had at first; numbers that were 1, and numbers
     and addresses that were multiples of 16, are so again, unless the kernel declares that it does
-    not care. Where Triton interprets, nothing is compiled and all is passed on.
+    not care (`do_not_specialize`, which reaches into no tuple). Where Triton interprets, nothing is
+    compiled and all is passed on.
 
     Args:
         kernel: the kernel.

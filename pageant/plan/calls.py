@@ -143,7 +143,10 @@ class Calls:
         self, kind: Hashable, num_tokens: int, x: torch.Tensor, y: torch.Tensor | None
     ) -> Known | None:
         """What is known of such a call, if these tensors have rows enough."""
-        found = self.known.get(kind) if kind else None
+        try:
+            found = self.known.get(kind)
+        except TypeError:  # of a wrong type; the checks say which
+            return None
         if found is None:
             return None
         rows = x.shape[0] if y is None else min(x.shape[0], y.shape[0])
@@ -162,7 +165,7 @@ def _kind(
 ) -> Hashable:
     """What checks and compiled code depend on; None if something is of a wrong type."""
     try:
-        kind = (
+        return (
             what,
             id(cache),
             layer,
@@ -170,10 +173,8 @@ def _kind(
             None if y is None else (*_traits(y), y.is_inference()),
             torch.is_inference_mode_enabled(),
         )
-        hash(kind)
     except (AttributeError, RuntimeError, TypeError):
         return None
-    return kind
 
 
 def _lie_in_order(out: torch.Tensor) -> bool:
@@ -183,7 +184,7 @@ def _lie_in_order(out: torch.Tensor) -> bool:
 
 
 def _traits(x: torch.Tensor) -> tuple[Hashable, ...]:
-    traits = (x.shape[1:], x.stride(), x.dtype, x.layout, x.device, x.requires_grad)
+    traits = (x.shape[1:], x.stride(), x.dtype, x.device, x.requires_grad)
     return (*traits, x.data_ptr() % ALIGNED == 0)
 
 

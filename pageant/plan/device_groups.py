@@ -127,31 +127,34 @@ class SlotGroups:
         """Find the groups; then plan each request's own keys, and those of the groups."""
         planner, table = self._planner, batch.page_table
         lengths = batch.query_start_loc, batch.key_lens
-        count, bounds = batch.num_requests, (batch.num_tokens, planner.limits.max_seq_len)
+        bounds = (batch.num_requests, batch.num_tokens, planner.limits.max_seq_len)
         tables = (*lengths, table, table.stride(0), table.shape[1])
         if not self._steps:
-            self._bind_finders((tables, count, bounds))
-            self._bind_steps(buffers, (*lengths, count, bounds))
-        raw = self._finders[0][0].raw
-        given = (raw(tables), count, bounds)
-        for find, args in self._finders:
-            find((count, len(self.work), 1), *given, *args)
+            self._bind_finders((*tables, *bounds), (*lengths, *bounds))
+            self._bind_steps(buffers, (*lengths, *bounds))
+        raw = self._steps[0][0].raw
+        grid = (batch.num_requests, len(self.work), 1)
+        (choose, depths), (find, found), (place, places) = self._finders
+        choose(grid, *raw(tables), *bounds, *depths)
+        find(grid, *raw(tables), *bounds, *found)
+        place(grid, *raw(lengths), *bounds, *places)
         own, args = self._steps[0]
-        own(planner._grid, *raw(lengths), count, bounds, *args)
-        room = (planner._room, planner.limits.max_seq_len)
+        own(planner._grid, *raw(lengths), *bounds, *args)
+        room = (batch.num_requests, planner._room, planner.limits.max_seq_len)
         for (step, args), groups in zip(self._steps[1:], self.work.values(), strict=True):
             grid = (planner._group_shares, 1, 1)
-            step(grid, raw(groups.starts), raw(groups.lens), count, room, *args)
+            step(grid, raw(groups.starts), raw(groups.lens), *room, *args)
 
-    def _bind_finders(self, given: tuple[Any, ...]) -> None:
+    def _bind_finders(self, tables: tuple[Any, ...], lengths: tuple[Any, ...]) -> None:
         planner = self._planner
         requests, grouping = planner.limits.max_requests, planner._grouping
         depths = (planner._windows, planner.threshold, self._depths)
         found = (self._leaders, self._commons)
-        for kernel, args in (
-            (choose_depths, (*depths, requests, grouping)),
-            (find_leaders, (*depths, *found, requests, grouping)),
-            (lay_out, (*found, self._groups, self._rows, requests, planner._room, grouping)),
+        rows = (self._groups, self._rows, requests, planner._room)
+        for kernel, given, args in (
+            (choose_depths, tables, (*depths, requests, grouping)),
+            (find_leaders, tables, (*depths, *found, requests, grouping)),
+            (lay_out, lengths, (*found, *rows, grouping)),
         ):
             find = Bound(kernel, (*given, *args), planner.device, num_warps=4)
             self._finders.append((find, find.raw(args)))
@@ -160,7 +163,7 @@ class SlotGroups:
         planner = self._planner
         skips = (self._groups[2], planner.limits.max_requests)
         self._steps.append(planner._bind(buffers.memory, given, skips))
-        room = (planner._room, planner.limits.max_seq_len)
+        room = (given[2], planner._room, planner.limits.max_seq_len)
         for groups in self.work.values():
             work = groups.work
             args = (
@@ -168,6 +171,6 @@ class SlotGroups:
                 *(planner._no_window, planner._room, (0, 1), planner._group_capacity, None),
                 planner._cut,
             )
-            arrays = (groups.starts, groups.lens, given[2], room)
+            arrays = (groups.starts, groups.lens, *room)
             step = Bound(plan_step, (*arrays, *args), planner.device, num_warps=1)
             self._steps.append((step, step.raw(args)))

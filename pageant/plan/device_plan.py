@@ -90,7 +90,7 @@ class DevicePlanner(Planner):
         self.tiles: dict[Phase, Tile] = {
             phase: tile_for(phase, shape, fmt, device, self.decode_threshold) for phase in PHASES
         }
-        tile, prefill = self.tiles["decode"], self.tiles["prefill"]
+        tile = self.tiles["decode"]
         self.units = tile.units(shape)
         requests = min(limits.max_requests, limits.max_tokens)
         most = requests * -(-self.decode_threshold // tile.tokens) * self.units
@@ -103,24 +103,7 @@ class DevicePlanner(Planner):
         self._grid = (shares, len(windows), 1)
         self._windows = self._new((len(windows),), torch.int32)
         self._windows.copy_(torch.tensor([window or 0 for window in windows], dtype=torch.int32))
-        slots = []
-        for _ in range(options.plan_slots):
-            starts = self._new((limits.max_requests + 1,), torch.int32)
-            lens = self._new((limits.max_requests,), torch.int32)
-            memory = DeviceMemory(
-                starts=starts,
-                lens=lens,
-                rows=(starts, lens),
-                items=self._new((len(windows), self.capacity, ITEM.value), torch.int32),
-                shares=self._new((len(windows), shares, 2), torch.int32),
-                arrivals=self._new((len(windows), shares), torch.int32),
-            )
-            work: dict[tuple[str, int | None], DeviceWork] = {}
-            for index, window in enumerate(windows):
-                arrays = (memory.items[index], memory.shares[index], memory.arrivals[index])
-                work["decode", window] = DeviceWork(tile, *arrays, self.threshold)
-                work["prefill", window] = DeviceWork(prefill, *arrays, self.threshold)
-            slots.append(PlanBuffers(work, memory))
+        slots = [self.new_slot() for _ in range(options.plan_slots)]
         finishes = any(name != "model" for name in self.features.out_formats)
         ranks = options.context_parallel
         finishes |= ranks is not None and ranks.group is not None
@@ -133,33 +116,60 @@ class DevicePlanner(Planner):
             ),
         )
 
+    def new_slot(self) -> PlanBuffers:
+        """Arrays for one more plan."""
+        windows, shares = self.features.windows, self._grid[0]
+        starts = self._new((self.limits.max_requests + 1,), torch.int32)
+        lens = self._new((self.limits.max_requests,), torch.int32)
+        memory = DeviceMemory(
+            starts=starts,
+            lens=lens,
+            rows=(starts, lens),
+            items=self._new((len(windows), self.capacity, ITEM.value), torch.int32),
+            shares=self._new((len(windows), shares, 2), torch.int32),
+            arrivals=self._new((len(windows), shares), torch.int32),
+        )
+        work: dict[tuple[str, int | None], DeviceWork] = {}
+        for index, window in enumerate(windows):
+            arrays = (memory.items[index], memory.shares[index], memory.arrivals[index])
+            for phase, tile in self.tiles.items():
+                work[phase, window] = DeviceWork(tile, *arrays, self.threshold)
+        return PlanBuffers(work, memory)
+
     def _new(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         with torch.inference_mode(False):  # else only inference mode could write to it
             return torch.empty(size, dtype=dtype, device=self.device)
 
     def plan(self, batch: Batch) -> Plan:
         """Plan a batch into the oldest slot; see `Planner.plan`."""
-        self._check(batch)
+        self.check(batch)
         self.generation += 1
         buffers = self.slots[self.generation % len(self.slots)]
         buffers.generation = self.generation
         self._launch(buffers, batch)
         return Plan(batch, buffers, self.generation, self)
 
+    def plan_apart(self, buffers: PlanBuffers, batch: Batch) -> Plan:
+        """Plan a batch known to be right into a slot of the caller's; see ``new_slot``."""
+        self._launch(buffers, batch)
+        return Plan(batch, buffers, buffers.generation, self)
+
     def update(self, plan: Plan) -> None:
         """Plan again after the batch's tensors changed in place."""
         self.require(plan)
-        self._check(plan.batch)
+        self.check(plan.batch)
         self._launch(plan.buffers, plan.batch)
 
-    def _check(self, batch: Batch) -> None:
+    def check(self, batch: Batch) -> None:
+        """Raise for mistakes in a batch; with validate, values on the device count."""
         if self.options.validate:
             self.inspect(batch)
-        elif (traits := traits_of(batch)) is None or traits not in self._right:
+        elif (traits := traits_of(batch)) not in self._right:
             check_host(batch, self.limits, self.features, self.device)
             if len(self._right) >= MOST_RIGHT:
                 self._right.clear()
-            self._right.add(traits)
+            if traits is not None:
+                self._right.add(traits)
 
     def _launch(self, buffers: PlanBuffers, batch: Batch) -> None:
         memory, requests, tokens = buffers.memory, batch.num_requests, batch.num_tokens
@@ -189,17 +199,14 @@ class DevicePlanner(Planner):
     def _step(self, buffers: PlanBuffers, batch: Batch) -> None:
         """Launch the planning kernel."""
         memory, starts, lens = buffers.memory, batch.query_start_loc, batch.key_lens
-        given = batch.num_requests, (batch.num_tokens, self.limits.max_seq_len)
+        given = batch.num_requests, batch.num_tokens, self.limits.max_seq_len
         if memory.step is None:
             memory.step, memory.args = self._bind(memory, (starts, lens, *given))
         raw = memory.step.raw
         memory.step(self._grid, raw(starts), raw(lens), *given, *memory.args)
 
     def _bind(
-        self,
-        memory: DeviceMemory,
-        given: tuple[Any, ...],
-        skips: tuple[torch.Tensor, int] | None = None,
+        self, memory: DeviceMemory, given: tuple[Any, ...], skips: Any = None
     ) -> tuple[Bound, tuple[Any, ...]]:
         """The planning kernel, compiled for what a batch gives, and one slot's arguments of it."""
         tile = self.tiles["decode"]

@@ -23,7 +23,8 @@ from pageant.plan.tiles import power_of_2
 
 FEW = tl.constexpr(64)  # requests looked at together, each at every depth
 PAGES = tl.constexpr(1024)  # of two tables compared at a time
-FREE = ["batch", "num_requests", "bounds", "threshold", "capacity", "room"]
+# Of these no code depends on the value: they vary from batch to batch.
+FREE = ["starts", "lens", "table", "step", "width", "num_requests", "max_tokens", "max_len"]
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,10 @@ class Grouping:
 
 
 @triton.jit
-def _cached(batch, request, live, rule, G: tl.constexpr):
+def _cached(lengths, request, live, rule, G: tl.constexpr):
     """How many keys a request might share."""
-    starts, lens, _table, _stride, width = batch
-    bounds, threshold, window = rule
+    starts, lens = lengths
+    bounds, width, threshold, window = rule
     _start, m, n = lengths_of(starts, lens, request, live, bounds)
     shares = live & (m > 0) & (m <= threshold) & ((window == 0) | (n <= window))
     cached = tl.minimum(tl.maximum(n - m, 0), width * G.page_size)
@@ -69,14 +70,16 @@ def _cached(batch, request, live, rule, G: tl.constexpr):
 
 @triton.jit(do_not_specialize=FREE)
 def choose_depths(
-    batch, num_requests, bounds, windows, threshold, depths, capacity, G: tl.constexpr
-):
+    starts, lens, table, step, width, num_requests, max_tokens, max_len, windows, threshold,
+    depths, capacity, G: tl.constexpr,
+):  # fmt: skip
     """Program (r, w): the depth at which request r would share in window w.
 
     Args:
-        batch: starts int32 [R + 1], lens int32 [R], page table int32, its stride and its width.
+        starts, lens: int32 [R + 1] and [R], the batch's.
+        table, step, width: its page table, int32, with the stride and number of columns.
         num_requests: R.
-        bounds: most tokens and most keys of a request.
+        max_tokens, max_len: bounds on tokens, and on keys of a request.
         windows: int32, 0 for none.
         threshold: most new tokens of a decode.
         depths: int32 [windows, capacity], written: in tokens, 0 for none.
@@ -87,20 +90,20 @@ def choose_depths(
     w = tl.program_id(1)
     K: tl.constexpr = G.padded
     QUARTER: tl.constexpr = G.least // 4
-    rule = (bounds, threshold, tl.load(windows + w))
-    table, stride = batch[2], batch[3]
-    mine = _cached(batch, r, True, rule, G)
+    lengths = (starts, lens)
+    rule = ((max_tokens, max_len), width, threshold, tl.load(windows + w))
+    mine = _cached(lengths, r, True, rule, G)
     k = tl.arange(0, K)
     depth = ((k % 4 + 4) * QUARTER).to(tl.int64) << (k // 4)
     reached = (depth <= mine) & (depth <= G.most)
     column = (depth - 1) // G.page_size
-    page = tl.load(table + r.to(tl.int64) * stride + column, mask=reached, other=0)
+    page = tl.load(table + r.to(tl.int64) * step + column, mask=reached, other=0)
     count = tl.zeros([K], tl.int32)
     for first in range(0, num_requests, FEW):
         other = first + tl.arange(0, FEW)
-        cached = _cached(batch, other, other < num_requests, rule, G)
+        cached = _cached(lengths, other, other < num_requests, rule, G)
         both = reached[:, None] & (depth[:, None] <= cached[None, :])
-        at = table + other.to(tl.int64)[None, :] * stride + column[:, None]
+        at = table + other.to(tl.int64)[None, :] * step + column[:, None]
         same = both & (tl.load(at, mask=both, other=0) == page[:, None])
         count += tl.sum(same.to(tl.int32), 1)
     saved = tl.where(reached, depth - depth // tl.maximum(count, 1), 0)
@@ -111,44 +114,44 @@ def choose_depths(
 
 @triton.jit(do_not_specialize=FREE)
 def find_leaders(
-    batch, num_requests, bounds, windows, threshold, depths, leaders, commons, capacity,
-    G: tl.constexpr,
+    starts, lens, table, step, width, num_requests, max_tokens, max_len, windows, threshold,
+    depths, leaders, commons, capacity, G: tl.constexpr,
 ):  # fmt: skip
     """Program (r, w): whom request r follows in window w, and the keys they have in common.
 
     Tables that part and then meet again may leave a leader without followers: a group of one.
 
     Args:
-        batch .. depths, capacity, G: as in `choose_depths`, which wrote the depths.
+        starts .. depths, capacity, G: as in `choose_depths`, which wrote the depths.
         leaders: int32 [windows, capacity], written: a request, perhaps r itself, or -1.
         commons: int32 [windows, capacity], written: in tokens.
     """
     r = tl.program_id(0)
     w = tl.program_id(1)
-    rule = (bounds, threshold, tl.load(windows + w))
-    table, stride = batch[2], batch[3]
+    lengths = (starts, lens)
+    rule = ((max_tokens, max_len), width, threshold, tl.load(windows + w))
     mine = depths + w * capacity
     depth = tl.load(mine + r)
     leader = -1
     common = 0
     if depth > 0:
         column = (depth - 1) // G.page_size
-        row = table + r.to(tl.int64) * stride
+        row = table + r.to(tl.int64) * step
         page = tl.load(row + column)
         kin = 0
         lowest = num_requests
         for first in range(0, num_requests, MANY):
             other = first + tl.arange(0, MANY)
             same = tl.load(mine + other, mask=other < num_requests, other=0) == depth
-            at = table + other.to(tl.int64) * stride + column
+            at = table + other.to(tl.int64) * step + column
             same = same & (tl.load(at, mask=same, other=0) == page)
             kin += tl.sum(same.to(tl.int32), 0)
             lowest = tl.minimum(lowest, tl.min(tl.where(same, other, num_requests), 0))
         if kin > 1:
-            common = _cached(batch, r, True, rule, G)
-            common = tl.minimum(common, _cached(batch, lowest, True, rule, G))
+            common = _cached(lengths, r, True, rule, G)
+            common = tl.minimum(common, _cached(lengths, lowest, True, rule, G))
             pages = (common + G.page_size - 1) // G.page_size
-            leading = table + lowest.to(tl.int64) * stride
+            leading = table + lowest.to(tl.int64) * step
             done = tl.where(lowest == r, pages, 0)
             while done < pages:
                 columns = done + tl.arange(0, PAGES)
@@ -165,14 +168,15 @@ def find_leaders(
 
 @triton.jit(do_not_specialize=FREE)
 def lay_out(
-    batch, num_requests, bounds, leaders, commons, groups, rows, capacity, room, G: tl.constexpr,
+    starts, lens, num_requests, max_tokens, max_len, leaders, commons, groups, rows, capacity,
+    room, G: tl.constexpr,
 ):  # fmt: skip
     """Program (r, w): the group that r leads in window w, and the place of r's rows in its own.
 
     Args:
-        batch .. bounds, capacity, G: as in `choose_depths`.
+        starts, lens, num_requests .. max_len, capacity, G: as in `choose_depths`.
         leaders, commons: as `find_leaders` wrote them.
-        groups: int32, written: starts [windows, capacity + 1] and lens [windows, capacity], rows
+        groups: int32, written: offsets [windows, capacity + 1] and keys [windows, capacity], rows
             and shared keys of the group each request leads (none of most); skips and shifts
             [windows, capacity], how many first keys a request shares, and what is to be added to
             the number of one of its tokens for its place among the gathered rows.
@@ -181,8 +185,9 @@ def lay_out(
     """
     r = tl.program_id(0)
     w = tl.program_id(1)
-    starts, lens, skips, shifts = groups
+    offsets, keys, skips, shifts = groups
     tokens, positions = rows
+    bounds = (max_tokens, max_len)
     mine = w * capacity
     leader = tl.load(leaders + mine + r)
     before = tl.zeros([MANY], tl.int32)
@@ -192,7 +197,7 @@ def lay_out(
     for first in range(0, num_requests, MANY):
         other = first + tl.arange(0, MANY)
         live = other < num_requests
-        _start, m, _n = lengths_of(batch[0], batch[1], other, live, bounds)
+        _start, m, _n = lengths_of(starts, lens, other, live, bounds)
         their = tl.load(leaders + mine + other, mask=live, other=-1)
         common = tl.load(commons + mine + other, mask=live, other=0)
         m = tl.where(their >= 0, m, 0)
@@ -201,13 +206,13 @@ def lay_out(
         total += m
         shared = tl.minimum(shared, tl.where(their == leader, common, shared))
     num_keys = tl.where(leader >= 0, tl.min(shared, 0) // G.block * G.block, 0)
-    tl.store(starts + w * (capacity + 1) + r, tl.sum(before, 0))
-    tl.store(lens + mine + r, tl.where(leader == r, num_keys, 0))
+    tl.store(offsets + w * (capacity + 1) + r, tl.sum(before, 0))
+    tl.store(keys + mine + r, tl.where(leader == r, num_keys, 0))
     tl.store(skips + mine + r, num_keys)
     if r == num_requests - 1:
-        tl.store(starts + w * (capacity + 1) + num_requests, tl.sum(total, 0))
+        tl.store(offsets + w * (capacity + 1) + num_requests, tl.sum(total, 0))
     if leader >= 0:
-        start, new, n = lengths_of(batch[0], batch[1], r, True, bounds)
+        start, new, n = lengths_of(starts, lens, r, True, bounds)
         at = tl.sum(place, 0)
         tl.store(shifts + mine + r, at - start)
         for i in range(new):

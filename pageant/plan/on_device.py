@@ -79,19 +79,17 @@ def _work(starts, lens, request, live, rule, C: tl.constexpr):
     return units, first, tl.maximum(blocks, 1)
 
 
-@triton.jit(
-    do_not_specialize=["starts", "lens", "num_requests", "bounds", "threshold", "shard", "capacity"]
-)
+@triton.jit(do_not_specialize=["starts", "lens", "num_requests", "max_tokens", "max_len"])
 def plan_step(
-    starts, lens, num_requests, bounds, own_starts, own_lens, items, shares, arrivals, windows,
-    threshold, shard, capacity, skips, C: tl.constexpr,
+    starts, lens, num_requests, max_tokens, max_len, own_starts, own_lens, items, shares, arrivals,
+    windows, threshold, shard, capacity, skips, C: tl.constexpr,
 ):  # fmt: skip
     """Program (g, w) plans share g of window w; those of window 0 also copy the lengths.
 
     Args:
         starts, lens: int32 [R + 1] and [R], the batch's.
         num_requests: R.
-        bounds: most tokens and most keys of a request.
+        max_tokens, max_len: bounds on tokens, and on keys of a request.
         own_starts, own_lens: where they are copied to, within the bounds; or None.
         items: int32 [windows, capacity, ITEM]: request, unit (its tile among those of a request),
             first and last block, slot of the partial result or -1; of a part, the first and last
@@ -108,6 +106,7 @@ def plan_step(
     g = tl.program_id(0)
     w = tl.program_id(1)
     SPLITS: tl.constexpr = C.splits
+    bounds = (max_tokens, max_len)
     left_out = lens if skips is None else skips[0] + w * skips[1]
     rule = (bounds, threshold, tl.load(windows + w), shard, left_out)
     if own_starts is not None:

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from pageant.cache.formats import resolve
+from pageant.cache.pages import LayerCache
 from pageant.cache.scales import check_scale
 from pageant.cache.tensors import FLOATS, check_tensor
+from pageant.select.bounds import require_whole
 from pageant.types import Scalar, bad
 
 BATCH_FIELDS = ("causal", "draft_mask", "draft_parents", "encoder_seq_lens")
@@ -97,7 +99,42 @@ def check_new_pages(
             have = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
             raise bad(name, have, "a tensor [pages, page_size, kv heads, elements]")
     check_tensor("slot_mapping", slot_mapping, (torch.int64,), dims=1, device=k.device)
+    check_scales(scales)
+
+
+def check_scales(scales: object) -> None:
+    """Raise unless these are two scales, of keys and of values."""
     if not isinstance(scales, tuple | list) or len(scales) != 2:
         raise bad("scales", scales, "two scales, of keys and of values")
     for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
         check_scale(name, scale)
+
+
+def check_table(seq_lens: torch.Tensor, page_table: torch.Tensor, page_size: int) -> None:
+    """Raise unless these are lengths [R] that rows of the table [R, W] hold.
+
+    The values are looked at on the CPU alone.
+    """
+    check_tensor("page_table", page_table, INT32, dims=2)
+    check_lengths({"seq_lens": seq_lens}, page_table.device, dims={})
+    require_whole("page_size", page_size)
+    if len(seq_lens) != len(page_table):
+        raise bad("page_table", list(page_table.shape), f"[{len(seq_lens)}, any], a row a request")
+    if not seq_lens.is_cpu:
+        return
+    room = page_table.shape[1] * page_size
+    for wrong in ((seq_lens < 0) | (seq_lens > room)).nonzero()[:1, 0].tolist():
+        allowed = f"0 to {room}: {page_table.shape[1]} pages of {page_size} tokens"
+        raise bad(f"seq_lens[{wrong}]", int(seq_lens[wrong]), allowed)
+
+
+def check_page_ids(page_table: torch.Tensor, seq_lens: torch.Tensor, cache: LayerCache) -> None:
+    """Raise for a page in use that the cache does not have, if the table is on the CPU."""
+    if not page_table.is_cpu:
+        return
+    counts = -(-seq_lens // cache.page_size)
+    is_used = torch.arange(page_table.shape[1]) < counts[:, None]
+    is_wrong = is_used & ((page_table < 0) | (page_table >= cache.num_pages))
+    for row, column in is_wrong.nonzero()[:1].tolist():
+        name = f"page_table[{row}, {column}]"
+        raise bad(name, int(page_table[row, column]), f"page ids from 0 to {cache.num_pages - 1}")

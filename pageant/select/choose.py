@@ -37,6 +37,23 @@ STORES_ON_DEVICE = (
     "pageant.kernels.triton.quantize_out:quantize_out",
 )
 
+# Steps beside attention that no row speaks of: where each device's kernel is.
+STEPS = {
+    "merge_states": (
+        "pageant.kernels.cpu.merge:merge_states",
+        "pageant.kernels.triton.merge:merge_states",
+    ),
+    "write_pages": (STORES[0], STORES_ON_DEVICE[0]),
+    "page_indices": (
+        "pageant.kernels.cpu.page_indices:page_indices",
+        "pageant.kernels.triton.page_indices:page_indices",
+    ),
+    "dequantize_pages": (
+        "pageant.kernels.cpu.dequantize_pages:dequantize_pages",
+        "pageant.kernels.triton.dequantize_pages:dequantize_pages",
+    ),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -198,6 +215,12 @@ def load_stores(row: Row) -> tuple[Callable[..., None], Callable[..., None]]:
     """What writes pages and what quantises outputs where the row's kernel runs."""
     write, quantize = STORES_ON_DEVICE if row.is_planned_on_device else STORES
     return _load(write), _load(quantize)
+
+
+def load_step(name: str, device: torch.device) -> Callable[..., None]:
+    """What does a step of STEPS to tensors on the device; on GPUs it waits for nothing."""
+    on_host, on_device = STEPS[name]
+    return _load(on_device if device.type == "cuda" else on_host)
 
 
 @lru_cache(maxsize=64)

@@ -11,9 +11,10 @@ import torch
 from pageant.api import Attention
 from pageant.bench import cpu
 from pageant.bench.cases import CPU_CASES, CPU_CLAIMS, Case, Claim
-from pageant.bench.cpu import Result, contenders, formats_for, judge, measure
+from pageant.bench.cpu import contenders, formats_for, measure
 from pageant.bench.peers import PEERS
 from pageant.bench.problem import Problem
+from pageant.bench.results import Result, judge
 from pageant.cache.formats import FORMATS, OF_DTYPE
 from pageant.plan.batch import Batch
 from pageant.plan.build import Plan

@@ -1,5 +1,7 @@
 """Turns and medians, on a clock that only the calls move."""
 
+from collections.abc import Callable
+
 from pageant.bench.timing import Times, interleaved
 
 
@@ -11,9 +13,14 @@ def test_medians_of_turns_without_the_first_round() -> None:
         order.append(name)
         now[0] += next(durations[name])
 
+    def seconds(call: Callable[[], object]) -> float:
+        before = now[0]
+        call()
+        return now[0] - before
+
     calls = {name: lambda name=name: call(name) for name in durations}
-    times = interleaved(calls, 3, lambda: now[0])
-    assert times == {"a": Times(2.0, 1.0), "b": Times(4.0, 3.0)}
+    times = interleaved(calls, 3, seconds)
+    assert times == {"a": Times(2.0, 1.0, 4.0), "b": Times(4.0, 3.0, 1.0)}
     rounds = ["".join(order[i : i + 2]) for i in range(0, len(order), 2)]
     assert len(rounds) == 4
     assert set(rounds) == {"ab", "ba"}

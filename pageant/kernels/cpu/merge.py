@@ -1,10 +1,4 @@
-"""Join attention over disjoint sets of keys, in float32 and any number of parts at once.
-
-    whole = ln sum_s e^(lse_s);  out = sum_s e^(lse_s - whole) out_s / (1 + e^(sink - whole))
-
-A part of lse -inf (or +inf, which some libraries report) is empty: nothing of its out is used, and
-one part that is not empty comes back bit for bit, negative zeros included.
-"""
+"""Join attention over disjoint sets of keys: all parts at once; see ``kernels/merge.py``."""
 
 from __future__ import annotations
 
@@ -12,95 +6,34 @@ from collections.abc import Sequence
 
 import torch
 
-from pageant.cache.tensors import FLOATS, check_tensor, check_writable, overlaps_itself
-from pageant.types import bad
-
-DTYPES = (*FLOATS, torch.float64)
-
 
 def merge_states(
     outs: Sequence[torch.Tensor],
     lses: Sequence[torch.Tensor],
-    sinks: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One state from several.
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Write one state from several; parts may lie anywhere in `out`.
 
     Args:
-        outs: a list of [T, H, Dv], floating point, normalised without any sink; any strides; may
-            alias `out`.
-        lses: a list of [T, H], floating point, natural log, without any sink.
-        sinks: float32 [H]: e^sink joins the denominator once.
-        out: [T, H, Dv], written and returned; None makes one of the first of `outs`' dtype.
-
-    Returns:
-        out, and lse float32 [T, H], without the sink; rows no part has keys for: zeros and -inf.
-
-    Raises:
-        ArgumentError: for parts that are no tensors, do not fit together, or require grad.
-
-    >>> ln2 = torch.tensor([[0.6931472]])
-    >>> out, lse = merge_states([torch.ones(1, 1, 2), torch.zeros(1, 1, 2)], [ln2, ln2])
-    >>> out.flatten(), lse.item()
-    (tensor([0.5000, 0.5000]), 1.3862943649291992)
+        outs, lses, sinks, out: as in ``pageant.ops.merge_states``, one part or more.
+        lse: float32 [T, H], written.
     """
-    _check(outs, lses, sinks, out)
-    lse = torch.stack([part.to(torch.float32) for part in lses])
-    lse = lse.masked_fill(lse == torch.inf, -torch.inf)
-    peak = lse.amax(0)
+    parts_lse = torch.stack([part.to(torch.float32) for part in lses])
+    parts_lse = parts_lse.masked_fill(parts_lse == torch.inf, -torch.inf)
+    peak = parts_lse.amax(0)
     peak = peak.masked_fill(peak == -torch.inf, 0.0)
-    tally = torch.exp(lse - peak).sum(0)
+    tally = torch.exp(parts_lse - peak).sum(0)
     whole = torch.where(tally == 1.0, peak, peak + tally.log())  # a lone -0.0 keeps its sign
     empty = whole == -torch.inf
-    weights = torch.exp(lse - whole.masked_fill(empty, 0.0))
+    weights = torch.exp(parts_lse - whole.masked_fill(empty, 0.0))
     # -0.0 is the sum of nothing: adding it changes no number, and no sign of a zero.
     total = torch.full(outs[0].shape, -0.0, dtype=torch.float32, device=lse.device)
-    for part, weight, part_lse in zip(outs, weights, lse, strict=True):
+    for part, weight, part_lse in zip(outs, weights, parts_lse, strict=True):
         share = part.to(torch.float32) * weight[..., None]
         total += share.masked_fill(part_lse[..., None] == -torch.inf, -0.0)
     if sinks is not None:
         total *= torch.sigmoid(whole - sinks)[..., None]
-    total = total.masked_fill(empty[..., None], 0.0)
-    if out is None:
-        return total.to(outs[0].dtype), whole
-    out.copy_(total)
-    return out, whole
-
-
-def _check(
-    outs: Sequence[torch.Tensor],
-    lses: Sequence[torch.Tensor],
-    sinks: torch.Tensor | None,
-    out: torch.Tensor | None,
-) -> None:
-    for name, parts in (("outs", outs), ("lses", lses)):
-        if not isinstance(parts, list | tuple):
-            raise bad(name, f"a {type(parts).__name__}", "a list of tensors")
-    if not outs:
-        raise bad("outs", [], "one part or more")
-    if len(lses) != len(outs):
-        raise bad("lses", f"a list of {len(lses)}", f"one lse for each of the {len(outs)} outs")
-    check_tensor("outs[0]", outs[0], DTYPES, dims=3)
-    shape, device = outs[0].shape, outs[0].device
-    for name, parts, want in (("outs", outs, shape), ("lses", lses, shape[:2])):
-        for index, part in enumerate(parts):
-            _check_part(f"{name}[{index}]", part, DTYPES, want, device)
-    if sinks is not None:
-        _check_part("sinks", sinks, (torch.float32,), shape[1:2], device)
-    if out is not None:
-        _check_part("out", out, DTYPES, shape, device)
-        check_writable("out", out)
-        if overlaps_itself(out):
-            raise bad("out", f"a tensor of strides {out.stride()}", "rows that do not overlap")
-
-
-def _check_part(
-    name: str,
-    x: torch.Tensor,
-    dtypes: tuple[torch.dtype, ...],
-    shape: torch.Size,
-    device: torch.device,
-) -> None:
-    check_tensor(name, x, dtypes, device=device)
-    if x.shape != shape:
-        raise bad(name, list(x.shape), str(list(shape)))
+    out.copy_(total.masked_fill(empty[..., None], 0.0))
+    lse.copy_(whole)

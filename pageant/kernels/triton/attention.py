@@ -40,9 +40,9 @@ from pageant.plan.on_device import (
 from pageant.plan.tiles import Tile, operand_dtype, power_of_2
 
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-# Of these no code depends on the value: one variant serves them all.
-FREE = ["pages", "causal", "masks", "lse_to", "slopes", "sinks", "numbers", "factors", "shard"]
-FREE += ["num_requests", "threshold", "gathered", "prefix"]
+# Of these no code depends on the value. (Inside tuples it always does.)
+FREE = ["table", "table_step", "causal", "mask", "mask_step", "slopes", "sinks", "q_factor"]
+FREE += ["k_factor", "value_factor", "num_requests", "threshold"]
 
 
 @triton.jit
@@ -117,8 +117,9 @@ def _with_prefix(out, lse, request, token, query_head, exists, prefix, C: tl.con
 
 @triton.jit(do_not_specialize=FREE)
 def _decode(
-    q, pages, causal, masks, out_to, lse_to, work, parts, gathered, prefix, starts, lens, sides,
-    slopes, sinks, numbers, factors, value_scale, shard, C: tl.constexpr,
+    q, table, table_step, causal, mask, mask_step, out_to, lse_to, work, parts, gathered, prefix,
+    starts, lens, sides, slopes, sinks, numbers, q_factor, k_factor, value_factor, value_scale,
+    shard, C: tl.constexpr,
 ):  # fmt: skip
     """Program g walks share g: items, shares, arrivals; see `plan_step` and `attend`.
 
@@ -138,14 +139,14 @@ def _decode(
         head, first_head, first_token = _place(tl.load(item + UNIT), C)
         out, lse, token, query_head, exists = attend(
             request, head, first_head, first_token, tl.load(item + BEGIN), tl.load(item + END), q,
-            starts, lens, pages, sides, causal, masks, slopes, numbers, (factors[0], factors[1]),
-            shard, gathered, C,
+            starts, lens, (table, table_step), sides, causal, (mask, mask_step), slopes, numbers,
+            (q_factor, k_factor), shard, gathered, C,
         )  # fmt: skip
         if partial < 0:
             if prefix is not None:
                 out, lse = _with_prefix(out, lse, request, token, query_head, exists, prefix, C)
             finish(
-                out, lse, token, query_head, exists, sinks, value_scale, factors[2], out_to,
+                out, lse, token, query_head, exists, sinks, value_scale, value_factor, out_to,
                 lse_to, C,
             )  # fmt: skip
         else:
@@ -168,15 +169,16 @@ def _decode(
                         joined, joined_lse, request, token, query_head, exists, prefix, C
                     )
                 finish(
-                    joined, joined_lse, token, query_head, exists, sinks, value_scale, factors[2],
-                    out_to, lse_to, C,
+                    joined, joined_lse, token, query_head, exists, sinks, value_scale,
+                    value_factor, out_to, lse_to, C,
                 )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=FREE)
 def _prefill(
-    q, pages, causal, masks, out_to, lse_to, num_requests, threshold, starts, lens, sides, slopes,
-    sinks, numbers, factors, value_scale, shard, C: tl.constexpr,
+    q, table, table_step, causal, mask, mask_step, out_to, lse_to, num_requests, threshold, starts,
+    lens, sides, slopes, sinks, numbers, q_factor, k_factor, value_factor, value_scale, shard,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, unit): the tiles of a request begin at number starts[r] // tokens + r."""
     TOKENS: tl.constexpr = C.tokens
@@ -195,11 +197,21 @@ def _prefill(
         head, first_head, _ = _place(tl.program_id(1), C)
         begin, end = blocks_of(low, first_token, starts, lens, numbers[2], causal, shard, C)
         out, lse, token, query_head, exists = attend(
-            low, head, first_head, first_token, begin, end, q, starts, lens, pages, sides, causal,
-            masks, slopes, numbers, (factors[0], factors[1]), shard, None, C,
+            low, head, first_head, first_token, begin, end, q, starts, lens, (table, table_step),
+            sides, causal, (mask, mask_step), slopes, numbers, (q_factor, k_factor), shard, None, C,
         )  # fmt: skip
         finish(
-            out, lse, token, query_head, exists, sinks, value_scale, factors[2], out_to, lse_to, C
+            out,
+            lse,
+            token,
+            query_head,
+            exists,
+            sinks,
+            value_scale,
+            value_factor,
+            out_to,
+            lse_to,
+            C,
         )
 
 
@@ -264,7 +276,8 @@ class _Phase:
             params.alibi_slopes,
             params.sinks,
             (params.score_scale, params.soft_cap or 1.0, params.window or 0),
-            (*params.score_factors, params.value_factor),
+            *params.score_factors,
+            params.value_factor,
             params.value_scale,
             (call.shard.rank, call.shard.interleave),
             self.variant,
@@ -280,13 +293,14 @@ class _Phase:
         raise NotImplementedError
 
     def rows(self, call: AttentionCall, raw: Callable[[Any], Any]) -> tuple[Any, ...]:
-        """The arguments from q to masks."""
+        """The arguments from q to mask_step."""
         table, causal, mask = call.page_table, call.causal, call.draft_mask
         return (
             (raw(call.q), *self.strides[0]),
-            (raw(table), table.stride(0), call.cache.num_pages),
+            raw(table),
+            table.stride(0),
             raw(causal) if isinstance(causal, torch.Tensor) else None,
-            None if mask is None else (raw(mask.view(torch.uint8)), mask.stride(0)),
+            *((None, 0) if mask is None else (raw(mask.view(torch.uint8)), mask.stride(0))),
         )
 
     def results(self, call: AttentionCall, raw: Callable[[Any], Any]) -> tuple[Any, ...]:

@@ -205,7 +205,7 @@ def _walk(
         sides: keys and values, see `_rows_of`.
         score: factor on q . k.
         cap: of scores.
-        masks: draft mask and its stride, or None.
+        masks: draft mask (or None) and its stride.
         shard: rank and interleave.
         C: the variant.
         MASKED: whether some row may not see some key of these blocks.
@@ -326,7 +326,7 @@ def attend(
         pages: page table and its stride.
         sides: keys and values, see `_rows_of`.
         causal: bool [R], or None.
-        masks: draft mask bool [T, M] and its stride, or None.
+        masks: draft mask bool [T, M] (or None) and its stride.
         slopes: float32 [Hq], or None.
         numbers: factor on scores, cap, window.
         factors: further factors on scores, [1] each, or None: of queries, of keys.

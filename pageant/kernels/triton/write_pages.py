@@ -19,12 +19,12 @@ import triton.language as tl
 from pageant.cache.formats import FORMATS
 from pageant.cache.pages import LayerCache, Side
 from pageant.kernels.triton.common.encode import (
+    cast,
     encode_blocks,
     encode_plain,
     encode_rows,
     load_scale,
     pack,
-    to_bf16,
 )
 from pageant.kernels.triton.common.scalars import kernel_scale
 from pageant.plan.bound import Bound
@@ -184,7 +184,7 @@ def _write_side(
     target = elements + place[:, None] + column[None, :]
     kept = is_kept[:, None] & (column < D)[None, :]
     if not QUANTIZED:
-        tl.store(target, _cast(values, elements.dtype.element_ty), mask=kept)
+        tl.store(target, cast(values, elements.dtype.element_ty), mask=kept)
     else:
         values = values.to(tl.float32)
         if TOP > 0.0:
@@ -218,17 +218,6 @@ def _write_side(
         else:
             codes = encode_plain(values, scale, EXPONENT_BITS, MANTISSA_BITS, MAX)
             tl.store(target, codes.to(tl.uint8), mask=kept)
-
-
-@triton.jit
-def _cast(values, dtype: tl.constexpr):
-    """Floats to another type of float, to nearest, ties to even."""
-    if values.dtype == dtype:
-        return values
-    elif dtype == tl.bfloat16:
-        return to_bf16(values.to(tl.float32)).to(tl.bfloat16, bitcast=True)
-    else:
-        return values.to(tl.float32).to(dtype)
 
 
 def write_pages(

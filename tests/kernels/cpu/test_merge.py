@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pageant.kernels import reference
-from pageant.kernels.cpu.merge import merge_states
+from pageant.kernels.merge import merge_states
 from pageant.types import ArgumentError
 from tests.inputs import BOUNDS, assert_close
 

@@ -27,7 +27,14 @@ from triton.compiler import ASTSource
 
 import pageant
 from pageant.device import Device
-from pageant.kernels.triton import attention, quantize_out, write_pages
+from pageant.kernels.triton import (
+    attention,
+    dequantize_pages,
+    merge,
+    page_indices,
+    quantize_out,
+    write_pages,
+)
 from pageant.plan import device_groups, device_plan
 
 KERNELS = (
@@ -41,6 +48,9 @@ KERNELS = (
     (attention, "_prefill"),
     (write_pages, "write_kernel"),
     (quantize_out, "quantize_kernel"),
+    (merge, "merge_kernel"),
+    (page_indices, "list_pages"),
+    (dequantize_pages, "dequantize_kernel"),
 )
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 TYPES = {
@@ -125,7 +135,21 @@ def record(family: str, case: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]
     attn.write(plan, kv[0], k, k, layer)
     scales = torch.zeros(42, heads * dim // 16).to(torch.float8_e4m3fn) if rich else None
     attn.run(plan, q, kv[0], layer, out_scales=scales)
+    record_ops(kv[0], batch, q, layer)
     return found
+
+
+def record_ops(
+    cache: pageant.LayerCache, batch: pageant.Batch, q: torch.Tensor, layer: pageant.Layer
+) -> None:
+    """The launches beside attention."""
+    lse = torch.zeros(q.shape[:2])
+    merge.merge_states([q, q, q], [lse, lse, lse], layer.sinks, q, lse)
+    lens, table = batch.seq_lens, batch.page_table
+    lists = pageant.ops.page_indices(lens, table, 16)
+    page_indices.page_indices(lens, table, 16, lists)
+    plain, _ = pageant.ops.dequantize_pages(cache, table, lens, dtype=q.dtype)
+    dequantize_pages.dequantize_pages(cache, table, lens, (0.5, torch.ones(1)), plain)
 
 
 def compile_launch(kernel: Any, given: dict[str, Any], capability: int) -> dict[str, Any]:

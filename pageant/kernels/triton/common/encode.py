@@ -79,6 +79,17 @@ def to_bf16(x):
 
 
 @triton.jit
+def cast(values, dtype: tl.constexpr):
+    """Floats to another type of float, to nearest, ties to even."""
+    if values.dtype == dtype:
+        return values
+    elif dtype == tl.bfloat16:
+        return to_bf16(values.to(tl.float32)).to(tl.bfloat16, bitcast=True)
+    else:
+        return values.to(tl.float32).to(dtype)
+
+
+@triton.jit
 def from_e4m3(code):
     """float32 values of int32 codes."""
     size = code & 0x7F

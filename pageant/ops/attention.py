@@ -1,7 +1,4 @@
-"""Functional forms: the same kernels, for callers that keep no Attention.
-
-Each call plans anew; engines that run many layers a step should hold a ``pageant.Attention``.
-"""
+"""Attention in one call: over pages, or over keys that lie one request after another."""
 
 from __future__ import annotations
 
@@ -12,12 +9,8 @@ import torch
 from pageant.api import Attention
 from pageant.cache.formats import resolve
 from pageant.cache.out_scales import OutScales
-from pageant.cache.quantize import dequantize, quantize
-from pageant.cache.wrap import wrap
-from pageant.kernels.cpu import write_pages as cpu_write
-from pageant.kernels.cpu.merge import merge_states
 from pageant.plan.batch import Batch
-from pageant.plan.inputs import check_cache_writable, check_new_rows, layer_of
+from pageant.plan.inputs import layer_of
 from pageant.plan.op_inputs import (
     BATCH_FIELDS,
     KEY_NAMES,
@@ -26,24 +19,12 @@ from pageant.plan.op_inputs import (
     check_flag,
     check_lengths,
     check_names,
-    check_new_pages,
     check_starts,
     check_states,
 )
-from pageant.plan.pages import write_index
-from pageant.select.validate import check_config
-from pageant.types import ArgumentError, CacheSpec, Features, Layer, Limits, Options, Scalar, Shape
+from pageant.types import CacheSpec, Features, Layer, Limits, Options, Shape
 
 RUN_NAMES = ("layer", "format", "kernels", "out", "out_scales", "return_lse")
-
-__all__ = [
-    "dequantize",
-    "merge_states",
-    "paged_attention",
-    "quantize",
-    "ragged_attention",
-    "write_pages",
-]
 
 
 def paged_attention(  # budget: one argument for each thing attention needs
@@ -201,48 +182,3 @@ def ragged_attention(
     return paged_attention(
         q, k.unsqueeze(1), v.unsqueeze(1), query_start_loc, lens, table, **others
     )
-
-
-def write_pages(  # budget: one argument for each thing writing needs
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    *,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
-    format: str = "auto",
-    scales: tuple[Scalar, Scalar] = (1.0, 1.0),
-) -> None:
-    """Store tokens' keys and values by slot (page * page_size + row); negative slots are skipped.
-
-    Args:
-        k, v: [>= T, Hkv, D] and [>= T, Hkv, Dv]; rows past T are ignored.
-        k_cache, v_cache: [P, N, Hkv, D] and [P, N, Hkv, Dv], any strides.
-        k_scales, v_scales: scales beside them, as in ``LayerCache``, for formats that store them.
-        slot_mapping: int64 [T].
-        format: the cache's format.
-        scales: k_scale and v_scale, which writing divides by in formats they apply to.
-    """
-    check_new_pages(k, v, (k_cache, v_cache), slot_mapping, scales)
-    fmt = resolve(format, k.dtype)
-    _, page_size, heads, _ = k_cache.shape
-    shape = Shape(
-        num_q_heads=heads,
-        num_kv_heads=heads,
-        head_dim=k.shape[-1],
-        v_head_dim=v.shape[-1],
-        dtype=k.dtype,
-    )
-    spec = CacheSpec(format=fmt.name, page_size=page_size)
-    valid = check_config(shape, spec)
-    if not valid.ok:  # head sizes are those of k and v
-        argument = "k" if valid.argument == "head_dim" else valid.argument
-        raise ArgumentError(valid.reason or "", argument or "")
-    cache = wrap(shape, spec, (k_cache, v_cache), (k_scales, v_scales), k.device)
-    check_cache_writable(cache)
-    index = write_index(slot_mapping, page_size)
-    index.check(cache.num_pages * page_size)
-    check_new_rows(k, v, shape, index.num_tokens, k.device)
-    cpu_write.write_pages(k, v, cache, index, scales)

@@ -1,0 +1,1 @@
+"""Benchmarks of CUDA devices: graph replays against the libraries that are installed."""
