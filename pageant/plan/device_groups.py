@@ -8,6 +8,7 @@ between have no tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,13 +17,16 @@ from pageant.cache.formats import Format
 from pageant.plan.batch import Batch
 from pageant.plan.bound import Bound
 from pageant.plan.buffers import PlanBuffers, Workspace
-from pageant.plan.device_plan import LEAST_BLOCKS, DevicePlanner, DeviceWork
+from pageant.plan.device_plan import LEAST_BLOCKS, DeviceMemory, DevicePlanner, DeviceWork
 from pageant.plan.groups_on_device import Grouping, choose_depths, find_leaders, lay_out
 from pageant.plan.on_device import ITEM, Cut, plan_step
 from pageant.plan.prefix import SharedPrefix
+from pageant.plan.tiles import Tile
 from pageant.types import Shape
 
 LEAST_SHARED = 256  # keys
+
+Ready = tuple[Bound, tuple[Any, ...]]  # a kernel, and those of its arguments that stay
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,32 +53,62 @@ class GroupWork:
     prefixes: tuple[SharedPrefix, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class GroupSizes:
+    """What the arrays of groups have room for.
+
+    Attributes:
+        tile: of gathered rows.
+        rows: gathered, of one window.
+        items: of a work list.
+        shares: of a work list.
+        cut: how the shared keys are cut.
+        grouping: how groups are found.
+    """
+
+    tile: Tile
+    rows: int
+    items: int
+    shares: int
+    cut: Cut
+    grouping: Grouping
+
+
+@dataclass
+class GroupMemory:
+    """Arrays of one plan slot that planning groups writes, for all windows; see `lay_out`.
+
+    Attributes:
+        depths, leaders, commons: int32 [windows, R].
+        groups, rows: offsets, keys, skips and shifts; tokens and positions.
+        work: views of one window each.
+        no_window: int32 [1], 0.
+        find, step: the kernels that find groups, and those that plan the requests' own keys and
+            each window's shared ones, with their arguments of these arrays; empty before any plan.
+    """
+
+    depths: torch.Tensor
+    leaders: torch.Tensor
+    commons: torch.Tensor
+    groups: tuple[torch.Tensor, ...]
+    rows: tuple[torch.Tensor, ...]
+    work: dict[int | None, GroupWork]
+    no_window: torch.Tensor
+    find: tuple[Ready, ...] = ()
+    step: tuple[Ready, ...] = ()
+
+
 class SharingPlanner(DevicePlanner):
     """Plans batches that bring a hint with five launches or more: groups, own keys, shared keys."""
 
     def _allocate(self, shape: Shape, fmt: Format) -> tuple[list[PlanBuffers], Workspace]:
+        self._shape = shape
         slots, workspace = super()._allocate(shape, fmt)
         if not self.shares:
             return slots, workspace
-        tile, decode = self.tiles["prefill"], self.tiles["decode"]
-        device, limits = self.chosen.device, self.limits
-        assert device is not None
-        self._group_shares = device.num_sms * tile.shares
-        self._room = limits.max_requests * self.threshold
-        units = tile.units(shape)
-        tiles = -(-self._room // tile.tokens) + limits.max_requests // 2
-        self._group_capacity = tiles * units + self._group_shares
-        block = max(tile.block, decode.block)
-        least = max(LEAST_SHARED, block)
-        self._grouping = Grouping.of(self.page_size, least, limits.max_seq_len, block)
-        self._cut = Cut(
-            tokens=tile.tokens, block=tile.block, units=units, world=1, splits=0, least=LEAST_BLOCKS
-        )
-        self._no_window = self._new((1,), torch.int32).zero_()
-        for slot in slots:
-            slot.memory.groups = SlotGroups(self)
-        rows = max(workspace.partial_lse.numel(), 2 * self._group_shares * tile.rows)
-        heads = (self._room, shape.num_q_heads)
+        sizes = self._sizes
+        rows = max(workspace.partial_lse.numel(), 2 * sizes.shares * sizes.tile.rows)
+        heads = (sizes.rows, shape.num_q_heads)
         return slots, replace(
             workspace,
             partial_out=self._new((rows, shape.value_dim), torch.float32),
@@ -85,92 +119,121 @@ class SharingPlanner(DevicePlanner):
             ),
         )
 
+    @cached_property
+    def _sizes(self) -> GroupSizes:
+        device, requests = self.chosen.device, self.limits.max_requests
+        assert device is not None
+        tile, rows = self.tiles["prefill"], requests * self.threshold
+        units, shares = tile.units(self._shape), device.num_sms * tile.shares
+        block = max(tile.block, self.tiles["decode"].block)
+        return GroupSizes(
+            tile=tile,
+            rows=rows,
+            items=(-(-rows // tile.tokens) + requests // 2) * units + shares,
+            shares=shares,
+            cut=Cut(
+                tokens=tile.tokens,
+                block=tile.block,
+                units=units,
+                world=1,
+                splits=0,
+                least=LEAST_BLOCKS,
+            ),
+            grouping=Grouping.of(
+                self.page_size, max(LEAST_SHARED, block), self.limits.max_seq_len, block
+            ),
+        )
+
+    def new_slot(self) -> PlanBuffers:
+        """Arrays for one more plan."""
+        slot = super().new_slot()
+        if self.shares:
+            slot.memory.groups = self._new_groups()
+        return slot
+
+    def _new_groups(self) -> GroupMemory:
+        sizes, windows, requests = self._sizes, self.features.windows, self.limits.max_requests
+
+        def new(*size: int) -> torch.Tensor:
+            return self._new((len(windows), *size), torch.int32)
+
+        groups = (new(requests + 1), new(requests), new(requests), new(requests))
+        rows = (new(sizes.rows), new(sizes.rows))
+        lists = (new(sizes.items, ITEM.value), new(sizes.shares, 2), new(sizes.shares))
+        work = {}
+        for index, window in enumerate(windows):
+            items, shares, arrivals = (array[index] for array in lists)
+            starts, lens, skips, shifts = (array[index] for array in groups)
+            tokens, positions = (array[index] for array in rows)
+            own = DeviceWork(sizes.tile, items, shares, arrivals, sizes.rows)
+            work[window] = GroupWork(own, starts, lens, skips, shifts, tokens, positions)
+        found = (new(requests), new(requests), new(requests))
+        return GroupMemory(*found, groups, rows, work, self._new((1,), torch.int32).zero_())
+
     def _step(self, buffers: PlanBuffers, batch: Batch) -> None:
         buffers.shared.clear()
         if not self.shares or batch.shared_prefix_lens is None or batch.num_requests == 0:
             super()._step(buffers, batch)
             return
-        buffers.memory.groups.plan(buffers, batch)
+        self._plan_groups(buffers.memory, batch)
         buffers.shared.update(buffers.memory.groups.work)
 
-
-class SlotGroups:
-    """The groups of one plan slot, in arrays of fixed address.
-
-    Attributes:
-        work: of each window.
-    """
-
-    def __init__(self, planner: SharingPlanner) -> None:
-        self._planner = planner
-        windows, requests = planner.features.windows, planner.limits.max_requests
-        count, shares = len(windows), planner._group_shares
-
-        def new(*size: int) -> torch.Tensor:
-            return planner._new((count, *size), torch.int32)
-
-        self._depths, self._leaders, self._commons = new(requests), new(requests), new(requests)
-        self._groups = (new(requests + 1), new(requests), new(requests), new(requests))
-        self._rows = (new(planner._room), new(planner._room))
-        lists = (new(planner._group_capacity, ITEM.value), new(shares, 2), new(shares))
-        self.work: dict[int | None, GroupWork] = {}
-        for index, window in enumerate(windows):
-            items, share, arrivals = (array[index] for array in lists)
-            work = DeviceWork(planner.tiles["prefill"], items, share, arrivals, planner._room)
-            starts, lens, skips, shifts = (array[index] for array in self._groups)
-            tokens, positions = (array[index] for array in self._rows)
-            self.work[window] = GroupWork(work, starts, lens, skips, shifts, tokens, positions)
-        self._finders: list[tuple[Bound, tuple[Any, ...]]] = []
-        self._steps: list[tuple[Bound, tuple[Any, ...]]] = []
-
-    def plan(self, buffers: PlanBuffers, batch: Batch) -> None:
+    def _plan_groups(self, memory: DeviceMemory, batch: Batch) -> None:
         """Find the groups; then plan each request's own keys, and those of the groups."""
-        planner, table = self._planner, batch.page_table
+        groups, table, count = memory.groups, batch.page_table, batch.num_requests
         lengths = batch.query_start_loc, batch.key_lens
-        bounds = (batch.num_requests, batch.num_tokens, planner.limits.max_seq_len)
+        bounds = (count, batch.num_tokens, self.limits.max_seq_len)
         tables = (*lengths, table, table.stride(0), table.shape[1])
-        if not self._steps:
-            self._bind_finders((*tables, *bounds), (*lengths, *bounds))
-            self._bind_steps(buffers, (*lengths, *bounds))
-        raw = self._steps[0][0].raw
-        grid = (batch.num_requests, len(self.work), 1)
-        (choose, depths), (find, found), (place, places) = self._finders
-        choose(grid, *raw(tables), *bounds, *depths)
-        find(grid, *raw(tables), *bounds, *found)
-        place(grid, *raw(lengths), *bounds, *places)
-        own, args = self._steps[0]
-        own(planner._grid, *raw(lengths), *bounds, *args)
-        room = (batch.num_requests, planner._room, planner.limits.max_seq_len)
-        for (step, args), groups in zip(self._steps[1:], self.work.values(), strict=True):
-            grid = (planner._group_shares, 1, 1)
-            step(grid, raw(groups.starts), raw(groups.lens), *room, *args)
+        if not groups.step:
+            self._bind_groups(memory, tables, bounds)
+        (choose, depths), (find, found), (place, places) = groups.find
+        raw = choose.raw
+        lengths, tables = raw(lengths), raw(tables)
+        grid = (count, len(groups.work), 1)
+        choose(grid, *tables, *bounds, *depths)
+        find(grid, *tables, *bounds, *found)
+        place(grid, *lengths, *bounds, *places)
+        (own, args), *steps = groups.step
+        own(self._grid, *lengths, *bounds, *args)
+        bounds = (count, self._sizes.rows, self.limits.max_seq_len)
+        for (step, args), work in zip(steps, groups.work.values(), strict=True):
+            step((self._sizes.shares, 1, 1), raw(work.starts), raw(work.lens), *bounds, *args)
 
-    def _bind_finders(self, tables: tuple[Any, ...], lengths: tuple[Any, ...]) -> None:
-        planner = self._planner
-        requests, grouping = planner.limits.max_requests, planner._grouping
-        depths = (planner._windows, planner.threshold, self._depths)
-        found = (self._leaders, self._commons)
-        rows = (self._groups, self._rows, requests, planner._room)
-        for kernel, given, args in (
-            (choose_depths, tables, (*depths, requests, grouping)),
-            (find_leaders, tables, (*depths, *found, requests, grouping)),
-            (lay_out, lengths, (*found, *rows, grouping)),
-        ):
-            find = Bound(kernel, (*given, *args), planner.device, num_warps=4)
-            self._finders.append((find, find.raw(args)))
-
-    def _bind_steps(self, buffers: PlanBuffers, given: tuple[Any, ...]) -> None:
-        planner = self._planner
-        skips = (self._groups[2], planner.limits.max_requests)
-        self._steps.append(planner._bind(buffers.memory, given, skips))
-        room = (given[2], planner._room, planner.limits.max_seq_len)
-        for groups in self.work.values():
-            work = groups.work
-            args = (
-                *(None, None, work.items, work.shares, work.arrivals),
-                *(planner._no_window, planner._room, (0, 1), planner._group_capacity, None),
-                planner._cut,
+    def _bind_groups(
+        self, memory: DeviceMemory, tables: tuple[Any, ...], bounds: tuple[int, ...]
+    ) -> None:
+        """Compile for what a batch gives."""
+        groups, sizes, requests = memory.groups, self._sizes, self.limits.max_requests
+        depths = (self._windows, self.threshold, groups.depths)
+        found = (groups.leaders, groups.commons)
+        lengths = (*tables[:2], *bounds)
+        groups.find = tuple(
+            self._ready(kernel, (*given, *bounds), (*args, sizes.grouping), num_warps=4)
+            for kernel, given, args in (
+                (choose_depths, tables, (*depths, requests)),
+                (find_leaders, tables, (*depths, *found, requests)),
+                (lay_out, tables[:2], (*found, groups.groups, groups.rows, requests, sizes.rows)),
             )
-            arrays = (groups.starts, groups.lens, *room)
-            step = Bound(plan_step, (*arrays, *args), planner.device, num_warps=1)
-            self._steps.append((step, step.raw(args)))
+        )
+        bounds = (bounds[0], sizes.rows, bounds[2])
+        groups.step = (
+            self._bind(memory, lengths, (groups.groups[2], requests)),
+            *[
+                self._ready(
+                    plan_step,
+                    (each.starts, each.lens, *bounds),
+                    (
+                        *(None, None, each.work.items, each.work.shares, each.work.arrivals),
+                        *(groups.no_window, sizes.rows, (0, 1), sizes.items, None, sizes.cut),
+                    ),
+                    num_warps=1,
+                )
+                for each in groups.work.values()
+            ],
+        )
+
+    def _ready(
+        self, kernel: Any, given: tuple[Any, ...], args: tuple[Any, ...], num_warps: int
+    ) -> Ready:
+        bound = Bound(kernel, (*given, *args), self.device, num_warps=num_warps)
+        return bound, bound.raw(args)
