@@ -106,13 +106,14 @@ class SharingPlanner(DevicePlanner):
         slots, workspace = super()._allocate(shape, fmt)
         if not self.shares:
             return slots, workspace
-        sizes = self._sizes
-        rows = max(workspace.partial_lse.numel(), 2 * sizes.shares * sizes.tile.rows)
+        # The parts of one pass are joined before those of the other are written.
+        sizes, (own, rows) = self._sizes, workspace.partial_lse.shape
+        parts = (max(own, -(-2 * sizes.shares * sizes.tile.rows // rows)), rows)
         heads = (sizes.rows, shape.num_q_heads)
         return slots, replace(
             workspace,
-            partial_out=self._new((rows, shape.value_dim), torch.float32),
-            partial_lse=self._new((rows,), torch.float32),
+            partial_out=self._new((*parts, shape.value_dim), torch.float32),
+            partial_lse=self._new(parts, torch.float32),
             shared=Workspace(
                 self._new((*heads, shape.value_dim), torch.float32),
                 self._new(heads, torch.float32),

@@ -113,6 +113,28 @@ def test_formats(name: str) -> None:
     assert shared_keys(problem) == [128] * 4
 
 
+def test_layers_of_several_windows_share_what_each_can() -> None:
+    problem = hinted(build(family(lengths=((1, 160), (2, 200), (1, 151), (1, 160), (3, 190)))))
+    mine, cache = problem.attn, problem.cache
+    features = replace(mine.features, windows=(None, 195, 155))
+    options = pageant.Options(speculative_tokens=2)
+    attn = pageant.Attention(mine.shape, mine.cache, mine.limits, features, options)
+    plain = pageant.Attention(mine.shape, mine.cache, mine.limits, features, options)
+    plan = attn.plan(problem.batch)
+    without = plain.plan(replace(problem.batch, shared_prefix_lens=None))
+    for window, shared in (
+        (None, [128] * 5),
+        (195, [128, 0, 128, 128, 128]),
+        (155, [0] * 5),
+    ):
+        assert plan.buffers.shared[window].skips[:5].tolist() == shared
+        layer = pageant.Layer(window=window)
+        got, lse = attn.run(plan, problem.q, cache, layer, return_lse=True)
+        want, want_lse = plain.run(without, problem.q, cache, layer, return_lse=True)
+        assert_close(got, want, BOUNDS[torch.float32])
+        assert_close(lse, want_lse, BOUNDS[torch.float32])
+
+
 def test_shared_keys_are_read_by_the_group_alone() -> None:
     """Where the others' tables name a poisoned page for what is shared, nothing changes."""
     problem = hinted(build(family()))
