@@ -283,7 +283,7 @@ def _walk(
             C.dtype,
         )
         if C.value_scales == ROW_SCALES:
-            # A weight times a scale may leave float16's range, and takes more registers in prefills.
+            # A weight times a scale may leave float16's range, and prefills lack the registers.
             if C.dtype == tl.float16 or C.in_parts:
                 v = (v.to(tl.float32) * v_scale[:, None]).to(C.dtype)
             else:
