@@ -10,7 +10,6 @@ spill, and bytes of shared memory. Triton must not be interpreting.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
