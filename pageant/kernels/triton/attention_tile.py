@@ -283,7 +283,11 @@ def _walk(
             C.dtype,
         )
         if C.value_scales == ROW_SCALES:
-            v = (v.to(tl.float32) * v_scale[:, None]).to(C.dtype)
+            # A weight times a scale may leave float16's range, and prefills lack the registers.
+            if C.dtype == tl.float16 or C.in_parts:
+                v = (v.to(tl.float32) * v_scale[:, None]).to(C.dtype)
+            else:
+                p = p * v_scale[None, :]
         acc = tl.dot(p.to(C.dtype), v, acc * decay[:, None], input_precision="ieee")
         peak = new_peak
     return acc, peak, total
