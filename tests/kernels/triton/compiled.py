@@ -216,7 +216,7 @@ def lines(family: str) -> Iterator[str]:
         for kernel, given in record(family, case):
             took = compile_launch(kernel, given, Device.of(family).capability)
             numbers = f"{took['registers']:4}{took['spilled']:6}{took['shared']:8}"
-            yield f"{family:6} {name:12} {took['kernel']:18}{numbers}"
+            yield f"{family:6} {name:17} {took['kernel']:18}{numbers}"
 
 
 def main(family: str) -> None:
