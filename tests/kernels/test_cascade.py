@@ -169,6 +169,7 @@ def test_output_in_the_memory_of_the_queries() -> None:
 @pytest.mark.usefixtures("_always")
 def test_shared_keys_are_read_by_the_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where requests' own tables name a poisoned page for what is shared, nothing changes."""
+    from pageant.kernels import launch
     from pageant.kernels.cpu import shared as kernel_of_shared
 
     problem, seen = build(family()), []
@@ -186,7 +187,7 @@ def test_shared_keys_are_read_by_the_group_alone(monkeypatch: pytest.MonkeyPatch
         cache = replace(call.cache, k=keys, v=values)
         plain(kernel, work, replace(call, cache=cache, page_table=table))
 
-    monkeypatch.setattr(kernel_of_shared, "run", poisoned)
+    monkeypatch.setattr(launch, "load_shared", lambda _row: poisoned)
     out, _ = problem.run()
     assert_close(out, problem.expected_out, 1e-5)
     assert seen

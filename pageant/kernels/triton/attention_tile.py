@@ -357,11 +357,9 @@ def attend(
     query_head = head * C.group + first_head + i % HEADS
     exists = (i < C.tokens * HEADS) & (own < num_new) & (first_head + i % HEADS < C.group)
     token = (start + own).to(tl.int64)
-    position = first_new + own
     source = token
     if gathered is not None:
         source = tl.load(gathered[0] + token, mask=exists, other=0).to(tl.int64)
-        position = tl.load(gathered[1] + token, mask=exists, other=0)
     d = tl.arange(0, PADDED)
     q_at = q[0] + (source * q[1] + query_head * q[2])[:, None] + d[None, :]
     query = tl.load(q_at, mask=exists[:, None] & (d < C.dim)[None, :], other=0.0).to(C.dtype)
@@ -381,6 +379,9 @@ def attend(
         low = held(tl.maximum(first_new - window + 1, 0), shard, C.world)
     high = held(n, shard, C.world)
     table = pages[0] + request.to(tl.int64) * pages[1]
+    position = first_new + own
+    if gathered is not None:
+        position = tl.load(gathered[1] + token, mask=exists, other=0)
     masked_row = tl.where(exists, start + own, -1)
     row = (position, masked_row, slope)
     span = (first_new, num_new, low, high, is_causal, window)
