@@ -44,12 +44,13 @@ def in_turn(calls: Sequence[Call]) -> Call:
 
 @dataclass(frozen=True)
 class Replay:
-    """Calls captured in a CUDA graph; the graph keeps no memory alive that it reads, but they do."""
+    """Calls captured in a CUDA graph, which keeps none of the memory alive that they read."""
 
     graph: torch.cuda.CUDAGraph
     calls: tuple[Call, ...]
 
     def __call__(self) -> None:
+        """Make them all again."""
         self.graph.replay()
 
 
