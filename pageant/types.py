@@ -200,7 +200,8 @@ class Options:
         validate: check device values too (synchronises on a GPU).
         plan_slots: plans that may be alive at once.
         cascade: compute keys that decodes share once, where it pays; ``Plan.shared`` says which.
-            Never with invariant, nor with ALiBi on several ranks.
+            Never with invariant, nor with ALiBi on several ranks. On a GPU for batches that bring
+            ``shared_prefix_lens``, on one rank.
         debug_splits: force this many key splits a request; for tests.
     """
 

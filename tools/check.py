@@ -35,7 +35,14 @@ DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 # Where an optional or slow package may be imported at module level; elsewhere, in a function.
 APPLICATIONS = ("integrations", "engine", "bench")
 HOMES = {
-    "triton": ("kernels.triton", "plan.on_device", "plan.bound", "kernels.gluon", *APPLICATIONS),
+    "triton": (
+        "kernels.triton",
+        "plan.on_device",
+        "plan.groups_on_device",
+        "plan.bound",
+        "kernels.gluon",
+        *APPLICATIONS,
+    ),
     "flashinfer": ("kernels.vendor", *APPLICATIONS),
     "transformers": APPLICATIONS,
     "vllm": APPLICATIONS,

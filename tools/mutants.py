@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("pageant", "tests", "pyproject.toml")
 PROPERTIES = "tests/kernels/test_properties.py"
 TRITON = "tests/kernels/triton/test_attention.py"
+CASCADE = "tests/kernels/triton/test_cascade.py"
+GROUPS = "tests/plan/test_groups_on_device.py"
 SECONDS = 300
 
 
@@ -473,6 +475,34 @@ MUTANTS = (
         "return start, end - start, tl.minimum(tl.maximum(n, 0), max_len)",
         "return start, end - start, n",
         (TRITON,),
+    ),
+    Mutant(
+        "groups: the first new key is shared",
+        "plan/groups_on_device.py",
+        "tl.minimum(tl.maximum(n - m, 0), width * G.page_size)",
+        "tl.minimum(tl.maximum(n - m + 1, 0), width * G.page_size)",
+        (GROUPS,),
+    ),
+    Mutant(
+        "groups: members end at the leader's keys, not at their shortest",
+        "plan/groups_on_device.py",
+        "shared = tl.minimum(shared, tl.where(their == leader, common, shared))",
+        "shared = tl.minimum(shared, tl.where(other == leader, common, shared))",
+        (GROUPS,),
+    ),
+    Mutant(
+        "triton: shared keys are computed once more by each request",
+        "plan/on_device.py",
+        "first = tl.maximum(first, tl.load(skips + request, mask=live, other=0) // C.block)",
+        "first = tl.maximum(first, 0)",
+        (CASCADE,),
+    ),
+    Mutant(
+        "triton: the sink joins the shared keys too",
+        "kernels/triton/attention.py",
+        "window=None, sinks=None, value_scale=1.0",
+        "window=None, value_scale=1.0",
+        (CASCADE,),
     ),
 )
 

@@ -19,7 +19,7 @@ class Buckets:
     """Graphs of several sizes; each is captured when a batch first needs it.
 
     Args:
-        attn, fn, mixed, drafts: as for ``capture``.
+        attn, fn, mixed, drafts, shares: as for ``capture``.
         sizes: tokens of each graph; None: powers of 2 up to all that the limits allow.
 
     Attributes:
@@ -34,14 +34,16 @@ class Buckets:
         sizes: Sequence[int] | None = None,
         mixed: bool = False,
         drafts: Drafts | None = None,
+        shares: bool = False,
     ) -> None:
         check_capturable(attn)
-        self._attn, self._fn, self._mixed, self._drafts = attn, fn, mixed, drafts
+        self._attn, self._fn = attn, fn
+        self._kind: dict[str, Any] = {"mixed": mixed, "drafts": drafts, "shares": shares}
         self.sizes = default_sizes(attn, mixed=mixed) if sizes is None else sorted(set(sizes))
         if not self.sizes:
             raise bad("sizes", sizes, "at least one number of tokens")
         for size in self.sizes:
-            bucket_of(attn, size, None, mixed=mixed, drafts=drafts)
+            bucket_of(attn, size, None, **self._kind)
         self._graphs: dict[int, Graph] = {}
 
     def replay(self, batch: Batch) -> Any:
@@ -53,9 +55,7 @@ class Buckets:
         """The smallest graph that holds a batch, captured now if need be."""
         size = smallest(self.sizes, batch)
         if size not in self._graphs:
-            self._graphs[size] = capture(
-                self._attn, self._fn, tokens=size, mixed=self._mixed, drafts=self._drafts
-            )
+            self._graphs[size] = capture(self._attn, self._fn, tokens=size, **self._kind)
         return self._graphs[size]
 
 

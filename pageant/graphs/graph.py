@@ -125,6 +125,7 @@ def capture(
     requests: int | None = None,
     mixed: bool = False,
     drafts: Drafts | None = None,
+    shares: bool = False,
 ) -> Graph:
     """Capture a step for batches of up to `tokens` tokens.
 
@@ -138,6 +139,7 @@ def capture(
         requests: None: as many as there are tokens, or as the limits allow.
         mixed: take any batch; otherwise decodes alone, which a smaller graph serves.
         drafts: "mask" or "parents" where every batch brings a draft mask or draft parents.
+        shares: look in every batch for keys that decodes share, to compute those once.
 
     Raises:
         ArgumentError: `attn` cannot be captured, or an argument is beyond its limits.
@@ -149,7 +151,7 @@ def capture(
     pageant.types.ArgumentError: attn.device is 'cpu'; allowed: a CUDA device, where CUDA graphs are
     """
     check_capturable(attn)
-    bucket = bucket_of(attn, tokens, requests, mixed=mixed, drafts=drafts)
+    bucket = bucket_of(attn, tokens, requests, mixed=mixed, drafts=drafts, shares=shares)
     memory = memory_of(attn)
     batch, step = memory.open(bucket, fn)
     recorded, result = memory.record(step)
@@ -177,7 +179,13 @@ def check_capturable(attn: Attention) -> None:
 
 
 def bucket_of(
-    attn: Attention, tokens: int, requests: int | None, *, mixed: bool, drafts: Drafts | None
+    attn: Attention,
+    tokens: int,
+    requests: int | None,
+    *,
+    mixed: bool,
+    drafts: Drafts | None,
+    shares: bool = False,
 ) -> Bucket:
     """The bucket that the arguments of ``capture`` mean."""
     limits = attn.limits
@@ -189,9 +197,12 @@ def bucket_of(
         raise bad("requests", requests, f"1 to {limits.max_requests}, as the limits say")
     if not isinstance(mixed, bool):
         raise bad("mixed", mixed, "True or False")
+    if not isinstance(shares, bool) or shares > attn.explain().shares_prefixes:
+        raise bad("shares", shares, "False, unless explain().shares_prefixes")
     if drafts is not None and drafts not in DRAFT_FIELDS:
         raise bad("drafts", drafts, "None, 'mask' or 'parents'")
     if drafts is not None and not attn.features.draft_masks:
         raise bad("drafts", drafts, "None, unless Features(draft_masks=True) is declared")
     most = tokens if mixed else min(tokens, attn.explain().decode_threshold)
-    return Bucket(tokens=tokens, requests=requests, max_query_len=most, drafts=drafts)
+    size = {"tokens": tokens, "requests": requests, "max_query_len": most}
+    return Bucket(**size, drafts=drafts, shares=shares)

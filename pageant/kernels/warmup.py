@@ -43,8 +43,17 @@ def layers_of(features: Features, num_q_heads: int, device: torch.device) -> lis
     ]
 
 
-def batches_of(features: Features, tokens: int, device: torch.device) -> Iterator[Batch]:
-    """A batch of one request, for every kind of batch that the features declare."""
+def batches_of(
+    features: Features, tokens: int, device: torch.device, *, shares: bool = False
+) -> Iterator[Batch]:
+    """A batch of one request, for every kind of batch that the features declare.
+
+    Args:
+        features: of the Attention.
+        tokens: of each batch.
+        device: where its tensors lie.
+        shares: whether batches with a hint of shared prefixes are of another kind.
+    """
     starts = torch.tensor([0, tokens], dtype=torch.int32, device=device)
     causal: list[bool | torch.Tensor] = [True]
     if features.non_causal:
@@ -52,7 +61,8 @@ def batches_of(features: Features, tokens: int, device: torch.device) -> Iterato
     drafts: list[torch.Tensor | None] = [None]
     if features.draft_masks:
         drafts.append(torch.full((tokens,), -1, dtype=torch.int32, device=device))
-    for sees, parents in itertools.product(causal, drafts):
+    hints = [None, torch.zeros_like(starts[1:])] if shares else [None]
+    for sees, parents, hint in itertools.product(causal, drafts, hints):
         yield Batch(
             query_start_loc=starts,
             seq_lens=starts[1:],
@@ -64,6 +74,7 @@ def batches_of(features: Features, tokens: int, device: torch.device) -> Iterato
             max_seq_len=tokens,
             causal=sees,
             draft_parents=parents,
+            shared_prefix_lens=hint,
         )
 
 
@@ -96,7 +107,7 @@ def warm_up(
     answer = attn.explain()
     tokens = min(answer.decode_threshold + 1, limits.max_tokens, limits.max_seq_len)
     with _compiling(progress) if answer.rows["decode"].is_planned_on_device else nullcontext():
-        for batch in batches_of(attn.features, tokens, place):
+        for batch in batches_of(attn.features, tokens, place, shares=answer.shares_prefixes):
             plan = attn.plan(batch)
             k = torch.zeros(tokens, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype)
             v = torch.zeros(tokens, shape.num_kv_heads, shape.value_dim, dtype=shape.dtype)

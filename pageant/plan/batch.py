@@ -39,7 +39,9 @@ class Batch:
         query_start_loc_cpu, seq_lens_cpu: host copies, for kernels that need them; ours do not, and
             follow the device where the two differ, with or without Options(adaptive=True).
         shared_prefix_lens: int32 [R], tokens believed to be shared with some other request; a hint
-            that is checked, never trusted: what is shared is found in page_table.
+            that is checked, never trusted: what is shared is found in page_table. On a GPU it is
+            looked for there only in batches that bring a hint, and the hint itself is not read,
+            unless Options(validate=True).
     """
 
     query_start_loc: torch.Tensor

@@ -10,7 +10,7 @@ import torch
 from pageant.plan.copies import BatchCopy
 from pageant.plan.pages import PageUse
 from pageant.plan.prefix import LEVELS
-from pageant.plan.shared import TILE_ROWS, SharedWork
+from pageant.plan.shared import TILE_ROWS
 from pageant.plan.split import Split
 from pageant.plan.work import QUERY_TILE, WorkList
 from pageant.types import Features, Limits, Options, Shape
@@ -25,7 +25,8 @@ class Workspace:
         partial_lse: float32 [partials, rows, Hq], natural log.
         finished: float32 [max_tokens, Hq, Dv], rows before they are quantised, or joined with
             those of other ranks; empty if none are.
-        shared: partial results of gathered rows; None where nothing is ever shared.
+        shared: partial results of gathered rows, on a GPU their results, [rows, Hq, Dv] and
+            [rows, Hq]; None where nothing is ever shared.
     """
 
     partial_out: torch.Tensor
@@ -46,7 +47,8 @@ class PlanBuffers:
 
     Attributes:
         work: a WorkList for each (phase, window), or a DeviceWork.
-        shared: the work of shared prefixes for each window that has any.
+        shared: the work of shared prefixes for each window that has any: a SharedWork; or on a GPU,
+            for each that may have any, a GroupWork.
         memory: where the copy lies: CopyMemory, or DeviceMemory.
         generation: of the plan that owns the slot now.
         split: how many requests decode.
@@ -59,7 +61,7 @@ class PlanBuffers:
 
     work: dict[tuple[str, int | None], Any]
     memory: Any
-    shared: dict[int | None, SharedWork] = field(default_factory=dict)
+    shared: dict[int | None, Any] = field(default_factory=dict)
     generation: int = -1
     split: Split = Split(0, 0, 0, 0)
     real_tokens: int = 0

@@ -50,7 +50,8 @@ class Plan:
     def shared(self) -> dict[int | None, tuple[SharedPrefix, ...]]:
         """For each window of the layers: which requests' keys are computed once, and how many.
 
-        None of them where the Attention's ``explain()`` says that prefixes are not shared.
+        None of them where the Attention's ``explain()`` says that prefixes are not shared, nor on a
+        GPU: there they are found on the device, and the host does not know them.
         """
         found = self.buffers.shared
         return {
@@ -239,6 +240,6 @@ def planner_of(row: Row) -> type[Planner]:
     """What plans for a decode kernel: on its device, if that is where it looks for its work."""
     if not row.is_planned_on_device:
         return Planner
-    from pageant.plan.device_plan import DevicePlanner  # only here is Triton needed
+    from pageant.plan.device_groups import SharingPlanner  # only here is Triton needed
 
-    return DevicePlanner
+    return SharingPlanner

@@ -60,6 +60,7 @@ class DeviceMemory:
         rows: views of starts and lens, as long as the batch.
         tree: bool, a draft mask drawn from parents; moves when a larger one comes.
         trees: `draw_trees`, bound when first needed.
+        groups: of decodes that share keys, where any may; see `pageant.plan.device_groups`.
         step, args: `plan_step`, bound at the first plan, and what it is given of these arrays.
     """
 
@@ -71,6 +72,7 @@ class DeviceMemory:
     rows: tuple[torch.Tensor, torch.Tensor]
     tree: torch.Tensor | None = None
     trees: Bound | None = None
+    groups: Any = None
     step: Bound | None = None
     args: tuple[Any, ...] = ()
 
@@ -171,12 +173,7 @@ class DevicePlanner(Planner):
 
     def _launch(self, buffers: PlanBuffers, batch: Batch) -> None:
         memory, requests, tokens = buffers.memory, batch.num_requests, batch.num_tokens
-        starts, lens = batch.query_start_loc, batch.key_lens
-        most = self.limits.max_seq_len
-        if memory.step is None:
-            memory.step = self._bind(memory, (starts, lens, requests, tokens, most))
-        raw = memory.step.raw
-        memory.step(self._grid, raw(starts), raw(lens), requests, tokens, most, *memory.args)
+        self._step(buffers, batch)
         decodes = batch.max_query_len <= self.threshold
         for (phase, _), work in buffers.work.items():
             has_work = tokens > 0 and requests > 0
@@ -199,8 +196,19 @@ class DevicePlanner(Planner):
             None if slots is None else DeviceWrites(slots, slots.shape[0]),
         )
 
-    def _bind(self, memory: DeviceMemory, given: tuple[Any, ...]) -> Bound:
-        """The planning kernel for one slot's arrays, compiled for what a batch gives."""
+    def _step(self, buffers: PlanBuffers, batch: Batch) -> None:
+        """Launch the planning kernel."""
+        memory, starts, lens = buffers.memory, batch.query_start_loc, batch.key_lens
+        given = batch.num_requests, batch.num_tokens, self.limits.max_seq_len
+        if memory.step is None:
+            memory.step, memory.args = self._bind(memory, (starts, lens, *given))
+        raw = memory.step.raw
+        memory.step(self._grid, raw(starts), raw(lens), *given, *memory.args)
+
+    def _bind(
+        self, memory: DeviceMemory, given: tuple[Any, ...], skips: Any = None
+    ) -> tuple[Bound, tuple[Any, ...]]:
+        """The planning kernel, compiled for what a batch gives, and one slot's arguments of it."""
         tile = self.tiles["decode"]
         args = (
             memory.starts,
@@ -212,6 +220,7 @@ class DevicePlanner(Planner):
             self.threshold,
             (self.shard.rank, self.shard.interleave),
             self.capacity,
+            skips,
             Cut(
                 tokens=tile.tokens,
                 block=tile.block,
@@ -219,11 +228,11 @@ class DevicePlanner(Planner):
                 world=self.shard.world,
                 splits=self.options.debug_splits or 0,
                 least=LEAST_BLOCKS,
+                skips=skips is not None,
             ),
         )
         step = Bound(plan_step, (*given, *args), self.device, num_warps=1)
-        memory.args = step.raw(args)
-        return step
+        return step, step.raw(args)
 
     def _mask(self, memory: DeviceMemory, batch: Batch) -> torch.Tensor | None:
         """The draft mask, drawn first if the batch has parents."""

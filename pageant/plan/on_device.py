@@ -28,6 +28,7 @@ class Cut:
         world: ranks that share the keys.
         splits: parts each tile is cut into; 0 cuts by work.
         least: blocks of a share, where there is enough for fewer shares.
+        skips: whether some first keys are computed elsewhere.
     """
 
     tokens: int
@@ -36,6 +37,7 @@ class Cut:
     world: int
     splits: int
     least: int
+    skips: bool = False
 
 
 @triton.jit
@@ -51,7 +53,7 @@ def held(tokens, shard, WORLD: tl.constexpr):
 
 
 @triton.jit
-def _request(starts, lens, request, live, bounds):
+def lengths_of(starts, lens, request, live, bounds):
     """First token, new tokens and keys of requests, within the bounds of the buffers."""
     max_tokens, max_len = bounds
     start = tl.load(starts + request, mask=live, other=0)
@@ -63,16 +65,16 @@ def _request(starts, lens, request, live, bounds):
 
 
 @triton.jit
-def _work(
-    starts, lens, request, live, rule, C: tl.constexpr,
-):  # fmt: skip
+def _work(starts, lens, request, live, rule, C: tl.constexpr):
     """Decode's tiles of each request, the first block they see, and how many (at least one)."""
-    bounds, threshold, window, shard = rule
-    _start, m, n = _request(starts, lens, request, live, bounds)
+    bounds, threshold, window, shard, skips = rule
+    _start, m, n = lengths_of(starts, lens, request, live, bounds)
     decodes = live & (m > 0) & (m <= threshold)
     units = tl.where(decodes, (m + C.tokens - 1) // C.tokens * C.units, 0)
     low = tl.where(window > 0, tl.minimum(tl.maximum(n - m - window + 1, 0), n), 0)
     first = held(low, shard, C.world) // C.block
+    if C.skips:
+        first = tl.maximum(first, tl.load(skips + request, mask=live, other=0) // C.block)
     blocks = (held(n, shard, C.world) + C.block - 1) // C.block - first
     return units, first, tl.maximum(blocks, 1)
 
@@ -80,7 +82,7 @@ def _work(
 @triton.jit(do_not_specialize=["starts", "lens", "num_requests", "max_tokens", "max_len"])
 def plan_step(
     starts, lens, num_requests, max_tokens, max_len, own_starts, own_lens, items, shares, arrivals,
-    windows, threshold, shard, capacity, C: tl.constexpr,
+    windows, threshold, shard, capacity, skips, C: tl.constexpr,
 ):  # fmt: skip
     """Program (g, w) plans share g of window w; those of window 0 also copy the lengths.
 
@@ -88,7 +90,7 @@ def plan_step(
         starts, lens: int32 [R + 1] and [R], the batch's.
         num_requests: R.
         max_tokens, max_len: bounds on tokens, and on keys of a request.
-        own_starts, own_lens: where they are copied to, within the bounds.
+        own_starts, own_lens: where they are copied to, within the bounds; or None.
         items: int32 [windows, capacity, ITEM]: request, unit (its tile among those of a request),
             first and last block, slot of the partial result or -1; of a part, the first and last
             share that hold parts of its tile. Slots are 2 g, and 2 g + 1 for a first part.
@@ -96,21 +98,23 @@ def plan_step(
         arrivals: int32 [windows, G], becomes 0: of the tile that begins in share g and ends in a
             later one, how many parts there are by now.
         windows: int32, 0 for none.
-        threshold: most new tokens of a decode.
-        shard: rank and interleave.
-        capacity: items of a window.
+        threshold, shard, capacity: most new tokens of a decode; rank and interleave; items of a
+            window.
+        skips: int32 [windows, ..], a request's first keys to leave out, and its stride; or None.
         C: how decodes are cut.
     """
     g = tl.program_id(0)
     w = tl.program_id(1)
     SPLITS: tl.constexpr = C.splits
     bounds = (max_tokens, max_len)
-    rule = (bounds, threshold, tl.load(windows + w), shard)
-    if w == 0:
-        for first in range(g * MANY, num_requests + 1, tl.num_programs(0) * MANY):
+    left_out = lens if skips is None else skips[0] + w * skips[1]
+    rule = (bounds, threshold, tl.load(windows + w), shard, left_out)
+    if own_starts is not None:
+        last = tl.where(w == 0, num_requests, -1)
+        for first in range(g * MANY, last + 1, tl.num_programs(0) * MANY):
             request = first + tl.arange(0, MANY)
             live = request < num_requests
-            start, m, n = _request(starts, lens, request, live, bounds)
+            start, m, n = lengths_of(starts, lens, request, live, bounds)
             tl.store(own_starts + request, start, mask=live)
             tl.store(own_lens + request, n, mask=live)
             tl.store(own_starts + request + 1, start + m, mask=request == num_requests - 1)

@@ -22,6 +22,7 @@ class Bucket:
         tokens, requests: the most of each; what a batch lacks is padding.
         max_query_len: most new tokens of a request.
         drafts: what every batch says of its drafts: "mask", "parents", or None for nothing.
+        shares: whether prefixes are looked for, in batches with a hint or without.
 
     >>> Bucket(tokens=8, requests=8, max_query_len=1).check(
     ...     Batch.from_lengths([1, 4], [9, 4], [[3, 1], [2]], page_size=8)
@@ -34,6 +35,7 @@ class Bucket:
     requests: int
     max_query_len: int
     drafts: Drafts | None = None
+    shares: bool = False
 
     def check(self, batch: Batch) -> None:
         """Raise unless a batch without other mistakes is one of these."""
@@ -82,6 +84,7 @@ class BatchRoom:
             self._lens = self._new(0, torch.int32, requests)
             self._table = self._new(0, torch.int32, requests, width)
             self._slots = self._new(-1, torch.int64, limits.max_tokens)
+            self._hint = self._new(0, torch.int32, requests)
             self._causal = self._new(1, torch.bool, requests) if features.non_causal else None
         except RuntimeError:  # torch's error when memory does not suffice
             raise bad("limits", limits, "bounds whose page table fits in memory") from None
@@ -113,6 +116,7 @@ class BatchRoom:
             causal=True if self._causal is None else self._causal[:requests],
             draft_mask=mask,
             draft_parents=parents,
+            shared_prefix_lens=self._hint[:requests] if bucket.shares else None,
         )
 
 

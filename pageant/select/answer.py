@@ -91,8 +91,12 @@ class Explanation:
         """What keeps any kernel from sharing the keys of prefixes; None if nothing does."""
         if self.options.invariant:
             return "invariant mode"
-        uneven = self.features.alibi and self.options.world > 1  # distances of a rank's keys
-        return "ALiBi on several ranks" if uneven else None
+        if self.options.world > 1:
+            if self.features.alibi:  # distances of a rank's keys are uneven
+                return "ALiBi on several ranks"
+            if "decode" in self.rows and self.rows["decode"].is_planned_on_device:
+                return "several ranks, on a GPU"
+        return None
 
     @property
     def cuda_graph(self) -> GraphLevel:

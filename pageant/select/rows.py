@@ -98,6 +98,7 @@ TRITON_DECODE: dict[str, Any] = {
     **TRITON,
     "name": "triton.decode",
     "kernel": "pageant.kernels.triton.attention:run_decode",
+    "shared_kernel": "pageant.kernels.triton.attention:run_shared",
     "phases": ("decode",),
     "because": "A few new tokens on any GPU: each key is read once, where it lies in its page.",
 }

@@ -81,6 +81,8 @@ def _follows(answer: Explanation) -> Iterator[str]:
         yield f"A graph also replays decodes of different lengths, up to {longest} tokens."
     if answer.options.cascade and answer.unshared is not None:
         yield f"Prefixes are not shared: {answer.unshared}."
+    elif answer.shares_prefixes and answer.rows["decode"].is_planned_on_device:
+        yield "Prefixes are shared in batches that bring shared_prefix_lens."
     if answer.page_sizes is not None:
         layouts = "any" if answer.layouts is None else one_of(answer.layouts)
         yield f"Tokens a page: {one_of(answer.page_sizes)}. Layouts: {layouts}."

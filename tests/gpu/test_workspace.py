@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -21,7 +23,9 @@ SHAPE = pageant.Shape(num_q_heads=16, num_kv_heads=1, head_dim=64, dtype=torch.b
 def touched(attn, kv, step):
     """Bytes of the workspace that one step writes."""
     workspace = attn._planner.workspace
-    parts = (workspace.partial_out, workspace.partial_lse)
+    parts = [workspace.partial_out, workspace.partial_lse]
+    if workspace.shared is not None:
+        parts += [workspace.shared.partial_out, workspace.shared.partial_lse]
     for part in parts:
         part.fill_(UNTOUCHED)
     q = rows(step.num_tokens, 16, 64)
@@ -31,13 +35,24 @@ def touched(attn, kv, step):
 
 def test_no_batch_needs_a_tenth_less():
     """The worst: each share ends one request and begins the next."""
-    attn = attention(LIMITS, shape=SHAPE, speculative_tokens=1)
+    attn = attention(LIMITS, shape=SHAPE, speculative_tokens=1, cascade=False)
     kv = noise(attn, 1024)[0]
-    shares = attn._planner.num_shares
+    shares = attn._planner._grid[0]
     whole, half = 4096, 2048
     lens = [half, *[whole] * (shares - 1), half]
     pages = np.random.default_rng(0).integers(0, 1024, sum(lens) // 16)  # shared: read alone
     worst = touched(attn, kv, batch([2] * len(lens), lens, pages, slot_mapping=None))
+    assert worst <= attn.workspace_bytes <= 1.1 * worst
+
+
+def test_no_batch_that_shares_needs_a_tenth_less():
+    """All requests share what fills the pages, and each tile of their rows is cut."""
+    attn = attention(LIMITS, shape=SHAPE, speculative_tokens=1)
+    kv = noise(attn, 1024)[0]
+    pages = np.concatenate([[*np.arange(511), 511 + r % 512] for r in range(700)])
+    step = batch([2] * 700, [8192] * 700, pages, slot_mapping=None)
+    step = dataclasses.replace(step, shared_prefix_lens=torch.zeros_like(step.seq_lens))
+    worst = touched(attn, kv, step)
     assert worst <= attn.workspace_bytes <= 1.1 * worst
 
 

@@ -49,8 +49,8 @@ def captured(monkeypatch):
     """Graphs that only note their size, in place of captured ones."""
     made = []
 
-    def capture(_attn, _fn, *, tokens, mixed, drafts):
-        made.append((tokens, mixed, drafts))
+    def capture(_attn, _fn, *, tokens, **kind):
+        made.append((tokens, *kind.values()))
         return tokens
 
     monkeypatch.setattr(buckets, "capture", capture)
@@ -63,14 +63,14 @@ def test_each_is_captured_when_first_needed(captured):
     assert graphs.sizes == [1, 2, 4, 6]
     assert not captured
     assert [graphs.graph_for(batch(count)) for count in (3, 4, 1, 3)] == [4, 4, 1, 4]
-    assert captured == [(4, False, None), (1, False, None)]
+    assert captured == [(4, False, None, False), (1, False, None, False)]
 
 
 def test_sizes_may_be_chosen(captured):
-    graphs = Buckets(attention(), print, sizes=[64, 5, 64], mixed=True)
+    graphs = Buckets(attention(), print, sizes=[64, 5, 64], mixed=True, shares=True)
     assert graphs.sizes == [5, 64]
     assert graphs.graph_for(batch(1, lens=7)) == 64
-    assert captured == [(64, True, None)]
+    assert captured == [(64, True, None, True)]
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [4, 101]])

@@ -16,6 +16,7 @@ from pageant import Layer
 from pageant.device import Device
 from pageant.graphs import Graph, capture
 from pageant.graphs.graph import bucket_of, memory_of
+from pageant.plan import device_groups
 
 PAGE, LONGEST = 4, 64
 LAYERS = (Layer(), Layer(window=5))
@@ -68,6 +69,7 @@ class Scene:
             bucket.get("requests"),
             mixed=bucket.get("mixed", False),
             drafts=bucket.get("drafts"),
+            shares=bucket.get("shares", False),
         )
         memory = memory_of(self.attn)
         batch, step = memory.open(found, self.step)
@@ -113,6 +115,27 @@ def test_decodes_with_other_lengths_and_pages(invariant):
     scene.check(graph, batch([1] * 6, [3, 1, 60, 5, 6, 7], first_page=5))
     scene.check(graph, batch([], []))
     scene.check(graph, batch([0, 2, 0], [12, 2, 5], first_page=30))
+
+
+def test_decodes_that_share_keys_are_found_in_each_batch(monkeypatch):
+    """Whatever the graph was captured with, and whether a batch says so or not."""
+    monkeypatch.setattr(device_groups, "LEAST_SHARED", 4)
+    scene = Scene(attention())
+    graph = scene.graph(6, shares=True)
+    work = memory_of(scene.attn)._slot.memory.groups.work[None]
+    for seq_lens, kin, shared in (
+        ([50, 60, 40], [0, 1], [32, 32, 0]),
+        ([40] * 6, [1, 2, 3, 4, 5], [0, 32, 32, 32, 32, 32]),
+        ([40, 3], [0], [0, 0]),
+    ):
+        given = batch([1] * len(seq_lens), seq_lens)
+        given.page_table[kin, :9] = torch.arange(9, dtype=torch.int32) + 2
+        scene.step(scene.attn.plan(given))
+        want = [out[: len(seq_lens)].clone() for out in scene.outs]
+        graph.replay(given)
+        assert work.skips[: len(seq_lens)].tolist() == shared
+        for out, expected in zip(scene.outs, want, strict=True):
+            torch.testing.assert_close(out[: len(seq_lens)], expected)
 
 
 def test_a_mixed_graph_takes_prefills():

@@ -38,6 +38,8 @@ def test_every_kind_of_layer_and_batch() -> None:
     batches = list(warmup.batches_of(features, 3, CPU))
     kinds = {(type(one.causal), one.causal is True, one.draft_parents is None) for one in batches}
     assert len(batches) == len(kinds) == 6
+    hinted = list(warmup.batches_of(features, 3, CPU, shares=True))
+    assert [one.shared_prefix_lens is None for one in hinted] == [True, False] * 6
 
 
 def test_a_step_after_it_is_right() -> None:

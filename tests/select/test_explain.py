@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from typing import Any
 
 from pageant.ranks import ContextParallel
@@ -136,6 +137,23 @@ def test_text_says_why_prefixes_are_not_shared() -> None:
         said = [line for line in str(answer).splitlines() if line.startswith("Prefixes")]
         assert said == ([f"Prefixes are not shared: {reason}."] if reason else [])
         assert answer.shares_prefixes == (reason is None and options.cascade)
+
+
+def test_text_says_when_prefixes_are_shared_on_a_gpu() -> None:
+    ranks = ContextParallel(rank=0, world=2)
+    for options, said in (
+        (Options(), ["Prefixes are shared in batches that bring shared_prefix_lens."]),
+        (Options(cascade=False), []),
+        (Options(invariant=True), ["Prefixes are not shared: invariant mode."]),
+        (
+            Options(context_parallel=ranks),
+            ["Prefixes are not shared: several ranks, on a GPU."],
+        ),
+    ):
+        answer = explain(SHAPE, options=replace(options, kernels="pageant"), device="sm90")
+        lines = [line for line in str(answer).splitlines() if line.startswith("Prefixes")]
+        assert lines == said
+        assert answer.shares_prefixes == (options == Options())
 
 
 def test_text_where_nothing_runs_says_which_devices_would() -> None:

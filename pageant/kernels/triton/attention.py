@@ -11,6 +11,7 @@ Limits: unit content stride.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ from pageant.cache.formats import Format
 from pageant.cache.pages import Side
 from pageant.kernels.call import AttentionCall
 from pageant.kernels.triton import attention_tile as tiles
-from pageant.kernels.triton.attention_tile import Variant, attend, blocks_of, finish
+from pageant.kernels.triton.attention_tile import LOG2_E, Variant, attend, blocks_of, finish
 from pageant.kernels.triton.common.widen import PLAIN, kind_of
 from pageant.plan.bound import Bound, unchanged
+from pageant.plan.device_groups import GroupWork
 from pageant.plan.device_plan import DeviceWork
 from pageant.plan.on_device import (
     BEGIN,
@@ -83,14 +85,47 @@ def _joined(parts, opener, closer, exists, C: tl.constexpr):
     return out, tl.where(peak == float("-inf"), peak, peak + tl.log2(total))
 
 
+@triton.jit
+def _with_prefix(out, lse, request, token, query_head, exists, prefix, C: tl.constexpr):
+    """Rows over all their keys, made of those over the keys that their request has alone.
+
+    Args:
+        out, lse, token, query_head, exists: as `attend` returns them.
+        request: whose rows.
+        prefix: skips and shifts (see ``GroupWork``); float32 [rows, Hq, Dv], and [rows, Hq] in
+            natural log, of gathered rows over the keys that a group shares.
+        C: the variant.
+    """
+    VALUES: tl.constexpr = C.padded_value_dim
+    HEADS: tl.constexpr = C.kv_heads * C.group
+    skips, shifts, rows, lses = prefix
+    is_shared = exists & (tl.load(skips + request) > 0)
+    row = (token + tl.load(shifts + request)) * HEADS + query_head
+    d = tl.arange(0, VALUES)
+    inside = is_shared[:, None] & (d < C.value_dim)[None, :]
+    shared_lse = tl.load(lses + row, mask=is_shared, other=float("-inf")) * LOG2_E
+    shared_out = tl.load(rows + row[:, None] * C.value_dim + d[None, :], mask=inside, other=0.0)
+    peak = tl.maximum(lse, shared_lse)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    own_weight = tl.exp2(lse - base)
+    shared_weight = tl.exp2(shared_lse - base)
+    total = own_weight + shared_weight
+    some = tl.where(total > 0, total, 1.0)
+    merged = (out * own_weight[:, None] + shared_out * shared_weight[:, None]) / some[:, None]
+    return merged, tl.where(total > 0, base + tl.log2(some), lse)
+
+
 @triton.jit(do_not_specialize=FREE)
 def _decode(
-    q, table, table_step, causal, mask, mask_step, out_to, lse_to, work, parts, starts, lens, sides,
-    slopes, sinks, numbers, q_factor, k_factor, value_factor, value_scale, shard, C: tl.constexpr,
+    q, table, table_step, causal, mask, mask_step, out_to, lse_to, work, parts, gathered, prefix,
+    starts, lens, sides, slopes, sinks, numbers, q_factor, k_factor, value_factor, value_scale,
+    shard, C: tl.constexpr,
 ):  # fmt: skip
     """Program g walks share g: items, shares, arrivals; see `plan_step` and `attend`.
 
-    Of the programs that hold parts of a tile, the one that comes last joins them.
+    Of the programs that hold parts of a tile, the one that comes last joins them. Rows that are
+    `gathered` are of groups, over the keys they share; what came of those is the `prefix` of rows
+    over the other keys. See `attend` and `_with_prefix`; None where nothing is shared.
     """
     items, shares, arrivals = work
     part_out, part_lse = parts
@@ -105,9 +140,11 @@ def _decode(
         out, lse, token, query_head, exists = attend(
             request, head, first_head, first_token, tl.load(item + BEGIN), tl.load(item + END), q,
             starts, lens, (table, table_step), sides, causal, (mask, mask_step), slopes, numbers,
-            (q_factor, k_factor), shard, C,
+            (q_factor, k_factor), shard, gathered, C,
         )  # fmt: skip
         if partial < 0:
+            if prefix is not None:
+                out, lse = _with_prefix(out, lse, request, token, query_head, exists, prefix, C)
             finish(
                 out, lse, token, query_head, exists, sinks, value_scale, value_factor, out_to,
                 lse_to, C,
@@ -127,6 +164,10 @@ def _decode(
             if arrived == closer - opener:
                 tl.store(arrivals + opener, 0)
                 joined, joined_lse = _joined(parts, opener, closer, exists, C)
+                if prefix is not None:
+                    joined, joined_lse = _with_prefix(
+                        joined, joined_lse, request, token, query_head, exists, prefix, C
+                    )
                 finish(
                     joined, joined_lse, token, query_head, exists, sinks, value_scale,
                     value_factor, out_to, lse_to, C,
@@ -157,7 +198,7 @@ def _prefill(
         begin, end = blocks_of(low, first_token, starts, lens, numbers[2], causal, shard, C)
         out, lse, token, query_head, exists = attend(
             low, head, first_head, first_token, begin, end, q, starts, lens, (table, table_step),
-            sides, causal, (mask, mask_step), slopes, numbers, (q_factor, k_factor), shard, C,
+            sides, causal, (mask, mask_step), slopes, numbers, (q_factor, k_factor), shard, None, C,
         )  # fmt: skip
         finish(
             out,
@@ -179,16 +220,35 @@ def run_decode(call: AttentionCall) -> None:
     _ready(call, _Decode)(call)
 
 
+def run_shared(_kernel: object, groups: GroupWork, call: AttentionCall) -> None:
+    """Attend to the rows of decodes of which some share keys: over those, then over their own."""
+    rows = call.workspace.shared
+    assert rows is not None
+    gathered = replace(
+        call,
+        out=rows.partial_out,
+        lse=rows.partial_lse,
+        query_start_loc=groups.starts,
+        key_lens=groups.lens,
+        causal=False,
+        draft_mask=None,
+        params=replace(call.params, window=None, sinks=None, value_scale=1.0, value_factor=None),
+        work=groups.work,
+    )
+    _ready(gathered, _Decode, groups)(gathered)
+    _ready(call, _Decode, groups)(call)
+
+
 def run_prefill(call: AttentionCall) -> None:
     """Attend to the rows of the requests that do not decode."""
     _ready(call, _Prefill)(call)
 
 
-def _ready(call: AttentionCall, phase: type[_Phase]) -> _Phase:
+def _ready(call: AttentionCall, phase: type[_Phase], groups: GroupWork | None = None) -> _Phase:
     """The phase's launches for such a call, made at the first one."""
-    kind = (phase, call.work, _causality(call), call.draft_mask is None, call.lse is None)
+    kind = (phase, groups, call.work, _causality(call), call.draft_mask is None, call.lse is None)
     if kind not in call.kept:
-        call.kept[kind] = phase(call)
+        call.kept[kind] = phase(call, groups)
     ready: _Phase = call.kept[kind]
     return ready
 
@@ -204,7 +264,8 @@ class _Phase:
 
     in_parts: bool
 
-    def __init__(self, call: AttentionCall) -> None:
+    def __init__(self, call: AttentionCall, groups: GroupWork | None) -> None:
+        self.groups = groups
         params, cache, work = call.params, call.cache, call.work
         self.tile: Tile = work.tile
         self.variant = _variant(call, self.tile, in_parts=self.in_parts)
@@ -255,7 +316,8 @@ class _Decode(_Phase):
         work: DeviceWork = call.work
         parts = (call.workspace.partial_out, call.workspace.partial_lse)
         lists = (work.items, work.shares, work.arrivals)
-        args = (lists, parts, call.query_start_loc, call.key_lens, *self.layer)
+        shared = self._shared(call)
+        args = (lists, parts, *shared, call.query_start_loc, call.key_lens, *self.layer)
         self.walk = Bound(
             _decode, (*self.rows(call, unchanged), *self.results(call, unchanged), *args),
             call.q.device, num_warps=_walkers(self.tile, self.variant),
@@ -266,6 +328,15 @@ class _Decode(_Phase):
     def __call__(self, call: AttentionCall) -> None:
         raw = self.walk.raw
         self.walk(self.grid, *self.rows(call, raw), *self.results(call, raw), *self.args)
+
+    def _shared(self, call: AttentionCall) -> tuple[Any, Any]:
+        """The arguments gathered and prefix."""
+        groups, rows = self.groups, call.workspace.shared
+        if groups is None or rows is None:
+            return None, None
+        if call.work is groups.work:
+            return (groups.tokens, groups.positions), None
+        return None, (groups.skips, groups.shifts, rows.partial_out, rows.partial_lse)
 
 
 def _walkers(tile: Tile, variant: Variant) -> int:

@@ -312,6 +312,7 @@ def attend(
     numbers,
     factors,
     shard,
+    gathered,
     C: tl.constexpr,
 ):
     """The rows of a tile over blocks `begin` to `end`.
@@ -334,11 +335,13 @@ def attend(
         numbers: factor on scores, cap, window.
         factors: further factors on scores, [1] each, or None: of queries, of keys.
         shard: rank and interleave.
+        gathered: int32 [rows] twice, token and position of each row the requests hold; every row
+            then sees every key of these blocks. Or None.
         C: the variant.
 
     Returns:
         out float32 [rows, Dv], normalised; lse float32 [rows], a power of 2; of each row, its token
-        in the batch (int64), its query head, and whether there is such a row.
+        in the batch or its gathered row (int64), its query head, and whether there is such a row.
     """
     ROWS: tl.constexpr = C.rows
     HEADS: tl.constexpr = C.heads
@@ -354,8 +357,13 @@ def attend(
     query_head = head * C.group + first_head + i % HEADS
     exists = (i < C.tokens * HEADS) & (own < num_new) & (first_head + i % HEADS < C.group)
     token = (start + own).to(tl.int64)
+    position = first_new + own
+    source = token
+    if gathered is not None:
+        source = tl.load(gathered[0] + token, mask=exists, other=0).to(tl.int64)
+        position = tl.load(gathered[1] + token, mask=exists, other=0)
     d = tl.arange(0, PADDED)
-    q_at = q[0] + (token * q[1] + query_head * q[2])[:, None] + d[None, :]
+    q_at = q[0] + (source * q[1] + query_head * q[2])[:, None] + d[None, :]
     query = tl.load(q_at, mask=exists[:, None] & (d < C.dim)[None, :], other=0.0).to(C.dtype)
     slope = tl.zeros([ROWS], tl.float32)
     if slopes is not None:
@@ -373,7 +381,6 @@ def attend(
         low = held(tl.maximum(first_new - window + 1, 0), shard, C.world)
     high = held(n, shard, C.world)
     table = pages[0] + request.to(tl.int64) * pages[1]
-    position = first_new + own
     masked_row = tl.where(exists, start + own, -1)
     row = (position, masked_row, slope)
     span = (first_new, num_new, low, high, is_causal, window)
@@ -381,7 +388,12 @@ def attend(
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     state = (acc, peak, total)
-    if C.in_parts:
+    if gathered is not None:
+        acc, peak, total = _walk(
+            state, begin, end, query, table, head, row, span, sides, score, cap, masks, shard, C,
+            False,
+        )  # fmt: skip
+    elif C.in_parts:
         last = tl.minimum(first_token + C.tokens, num_new) - 1
         whole = high
         if C.draft_mask:

@@ -35,11 +35,15 @@ from pageant.kernels.triton import (
     quantize_out,
     write_pages,
 )
-from pageant.plan import device_plan
+from pageant.plan import device_groups, device_plan
 
 KERNELS = (
     (device_plan, "plan_step"),
     (device_plan, "draw_trees"),
+    (device_groups, "choose_depths"),
+    (device_groups, "find_leaders"),
+    (device_groups, "lay_out"),
+    (device_groups, "plan_step"),
     (attention, "_decode"),
     (attention, "_prefill"),
     (write_pages, "write_kernel"),
@@ -85,9 +89,13 @@ def cases(family: str) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     yield "512", {"dim": 512}
     yield "everything", {"dim": 96, "rich": True}
+    yield "shared", {"shared": True}
+    yield "everything shared", {"dim": 96, "rich": True, "shared": True}
     if family in ("sm80", "sm90"):
         yield "fp8", {"format": "fp8_e4m3"}
         yield "int8", {"format": "int8"}
+        yield "fp8 shared", {"format": "fp8_e4m3", "shared": True}
+        yield "512 shared", {"dim": 512, "shared": True}
     if family in ("sm80", "sm120"):
         yield "float32 512", {"dim": 512, "dtype": torch.float32}
 
@@ -119,9 +127,11 @@ def record(family: str, case: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]
         features=pageant.Features.of([layer], draft_masks=rich),
     )
     kv = attn.new_cache(num_layers=1, num_pages=16)
-    parents = {"draft_parents": torch.zeros(42, dtype=torch.int32)} if rich else {}
+    others = {"draft_parents": torch.zeros(42, dtype=torch.int32)} if rich else {}
+    if case.get("shared", False):
+        others["shared_prefix_lens"] = torch.zeros(3, dtype=torch.int32)
     pages = [[0, 1], [2, 3], [4, 5, 6, 7]]
-    batch = pageant.Batch.from_lengths([1, 1, 40], [20, 30, 60], pages, 16, **parents)
+    batch = pageant.Batch.from_lengths([1, 1, 40], [20, 30, 60], pages, 16, **others)
     plan = attn.plan(batch)
     k, q = torch.zeros(42, 8, dim, dtype=dtype), torch.zeros(42, heads, dim, dtype=dtype)
     attn.write(plan, kv[0], k, k, layer)
@@ -206,7 +216,7 @@ def lines(family: str) -> Iterator[str]:
         for kernel, given in record(family, case):
             took = compile_launch(kernel, given, Device.of(family).capability)
             numbers = f"{took['registers']:4}{took['spilled']:6}{took['shared']:8}"
-            yield f"{family:6} {name:12} {took['kernel']:18}{numbers}"
+            yield f"{family:6} {name:17} {took['kernel']:18}{numbers}"
 
 
 def main(family: str) -> None:
