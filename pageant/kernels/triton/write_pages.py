@@ -265,7 +265,7 @@ def write_planned(
     cache: LayerCache,
     writes: DeviceWrites,
     scales: tuple[Scalar, Scalar],
-    kept: dict[Any, Any],
+    kept: dict[Any, Any] | None = None,
 ) -> None:
     """Store the new tokens of a plan."""
     write_pages(k, v, cache, writes.slots, scales, kept)
