@@ -32,9 +32,9 @@ class Again:
         self.replay = step
 
 
-def captured(attn: Any, fn: Any, *, tokens: int, mixed: bool, drafts: Any) -> Graph:
+def captured(attn: Any, fn: Any, *, tokens: int, **kind: Any) -> Graph:
     """What ``capture`` makes, but for the CUDA graph: its step is run instead."""
-    bucket = bucket_of(attn, tokens, None, mixed=mixed, drafts=drafts)
+    bucket = bucket_of(attn, tokens, None, **kind)
     memory = memory_of(attn)
     batch, step = memory.open(bucket, fn)
     return Graph(bucket, step(), batch, memory, Again(step))
