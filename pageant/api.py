@@ -177,12 +177,11 @@ class Attention:
         Args:
             layers: those that will run; None: every combination of declared features, with scales
                 that are numbers.
-            cache: of the strides they will have; None: as `new_cache` makes it.
+            cache: strided as theirs will be; None: as of `new_cache`.
             progress: told how many kernels are ready, of how many.
         """
         cache = self.new_cache(num_layers=1, num_pages=1)[0] if cache is None else cache
-        warm_up(self, cache, None if layers is None else list(layers), progress)
-        self._calls.known.clear()
+        warm_up(self, cache, layers, progress, forget=self._calls.known.clear)
 
     @never_compiled
     def run(  # budget: the public API, one argument for each thing a layer gives
@@ -227,7 +226,8 @@ class Attention:
             return (out, new_lse(q)) if return_lse else out
         plan = self._planner.require(plan)
         known = self._calls.check_run(plan.batch, q, cache, layer, out, out_scales, (k, v))
-        params, cache = known.params, known.cache
+        params = known.params
+        assert cache is not None
         plan.buffers.pages.check(cache.num_pages)
         if out is None:
             out = new_out(q, plan.buffers.known_tokens, self.shape, params)

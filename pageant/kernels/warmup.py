@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from pageant.cache.pages import LayerCache
 from pageant.plan.batch import Batch
-from pageant.types import Features, Layer, Shape
+from pageant.types import Features, Layer, Shape, bad
 
 Progress = Callable[[int, int], None]
 
@@ -97,16 +97,33 @@ def scales_of(shape: Shape, layer: Layer, tokens: int, device: torch.device) -> 
 def warm_up(
     attn: Any,
     cache: LayerCache,
-    layers: Sequence[Layer] | None,
+    layers: Iterable[Layer] | None,
     progress: Progress | None,
+    forget: Callable[[], None],
 ) -> None:
-    """Go through all that an Attention may be asked for; see ``Attention.warmup``."""
-    place, shape, limits = attn.device, attn.shape, attn.limits
-    if layers is None:
-        layers = layers_of(attn.features, shape.num_q_heads, place)
-    answer = attn.explain()
+    """Go through all that an Attention may be asked for; see ``Attention.warmup``.
+
+    Args:
+        attn, cache, layers, progress: as there.
+        forget: called at the end, with or without an error: drops what was only tried.
+    """
+    place, shape, limits, answer = attn.device, attn.shape, attn.limits, attn.explain()
+    if layers is not None and not isinstance(layers, Iterable):
+        raise bad("layers", type(layers).__name__, "pageant.Layer values, in a list")
+    layers = layers_of(attn.features, shape.num_q_heads, place) if layers is None else list(layers)
+    for layer in layers:
+        if not isinstance(layer, Layer):
+            raise bad("layers", layer, "pageant.Layer values, in a list")
+    ranks, lses = attn.options.context_parallel, (False, True) if attn.features.lse else (False,)
+    if ranks is not None and ranks.group is None:  # whose parts others merge
+        layers, lses = [one for one in layers if one.out_format == "model"], (True,)
     tokens = min(answer.decode_threshold + 1, limits.max_tokens, limits.max_seq_len)
-    with _compiling(progress) if answer.rows["decode"].is_planned_on_device else nullcontext():
+    tokens = min(tokens, limits.max_cached_tokens or tokens)
+    on_device = answer.rows["decode"].is_planned_on_device
+    with ExitStack() as stack:
+        stack.callback(forget)
+        if on_device:
+            stack.enter_context(_compiling(progress))
         for batch in batches_of(attn.features, tokens, place, shares=answer.shares_prefixes):
             plan = attn.plan(batch)
             k = torch.zeros(tokens, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype)
@@ -115,7 +132,7 @@ def warm_up(
                 attn.write(plan, cache, k.to(place), v.to(place), layer)
                 to = {"out_scales": scales_of(shape, layer, tokens, place)}
                 for q in queries_of(shape, layer, tokens, place):
-                    for lse in (False, True) if attn.features.lse else (False,):
+                    for lse in lses:
                         attn.run(plan, q, cache, layer, **to, return_lse=lse)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import finalize, ref
 
 import torch
 
@@ -36,25 +37,28 @@ class Known:
     """Calls whose cache and layer are the same, and whose tensors are of the same kinds.
 
     Attributes:
-        cache, layer: whose they are; kept so that nothing else takes their identity.
+        cache: whose pages they are; not kept alive.
+        layer: whose numbers they are.
+        memory: where the tensors of both lie, and their sizes.
         params: the layer's numbers, of which write uses none.
         places: addresses and lengths of q and out that were found to harm nothing.
         kept: see ``AttentionCall.kept``.
     """
 
-    cache: LayerCache
+    cache: ref[LayerCache]
     layer: Layer
+    memory: Hashable
     params: LayerParams = UNUSED
     places: set[tuple[int, int, int, int]] = field(default_factory=set)
     kept: dict[Any, Any] = field(default_factory=dict)
 
-    def has_place(self, q: torch.Tensor, out: torch.Tensor | None) -> bool:
+    def has_place(self, q: torch.Tensor, cache: LayerCache, out: torch.Tensor | None) -> bool:
         """Whether it is sure that writing `out` harms nothing: it lies apart from all else."""
         if out is None:
             return True
         place = (q.data_ptr(), q.shape[0], out.data_ptr(), out.shape[0])
         if place not in self.places:
-            others = (q, *self.cache.tensors, self.layer.sinks, self.layer.alibi_slopes)
+            others = (q, *cache.tensors, self.layer.sinks, self.layer.alibi_slopes)
             if any(other is not None and spans_meet(out, other) for other in others):
                 return False
             if len(self.places) >= MOST_PLACES:
@@ -92,9 +96,9 @@ class Calls:
     ) -> Known:
         """Raise for a mistake in what run is given; `new` are its k and v."""
         kind = _kind("run", cache, layer, q, out)
-        found = self._find(kind, batch.num_tokens, q, out)
+        found = self._find(kind, cache, batch.num_tokens, q, out)
         is_usual = out_scales is None and new[0] is None and new[1] is None
-        if found is not None and is_usual and found.has_place(q, out):
+        if found is not None and cache is not None and is_usual and found.has_place(q, cache, out):
             return found
         cache = check_cache(cache, self.shape, self.spec, self.fmt, self.device)
         check_query(q, self.shape, batch.num_tokens, self.device)
@@ -103,7 +107,7 @@ class Calls:
         check_output(out, out_scales, q, cache, params, self.shape, batch.num_tokens)
         if out is not None and not _lie_in_order(out):
             kind = None
-        return self._remember(kind, Known(cache, layer, params))
+        return self._remember(kind, cache, layer, params)
 
     def zeroed(
         self,
@@ -129,7 +133,7 @@ class Calls:
     ) -> Known:
         """Raise for a mistake in what write is given."""
         kind = _kind("write", cache, layer, k, v)
-        found = self._find(kind, num_tokens, k, v)
+        found = self._find(kind, cache, num_tokens, k, v)
         if found is not None:
             return found
         check_cache(cache, self.shape, self.spec, self.fmt, self.device)
@@ -137,27 +141,43 @@ class Calls:
         check_new_rows(k, v, self.shape, num_tokens, self.device)
         check_scale("layer.k_scale", layer.k_scale)
         check_scale("layer.v_scale", layer.v_scale)
-        return self._remember(kind, Known(cache, layer))
+        return self._remember(kind, cache, layer)
 
     def _find(
-        self, kind: Hashable, num_tokens: int, x: torch.Tensor, y: torch.Tensor | None
+        self,
+        kind: Hashable,
+        cache: LayerCache | None,
+        num_tokens: int,
+        x: torch.Tensor,
+        y: torch.Tensor | None,
     ) -> Known | None:
         """What is known of such a call, if these tensors have rows enough."""
         try:
             found = self.known.get(kind)
         except TypeError:  # of a wrong type; the checks say which
             return None
-        if found is None:
+        if found is None or cache is None or found.cache() is not cache:
+            return None
+        if found.memory != _memory(found.layer, cache):
+            del self.known[kind]
             return None
         rows = x.shape[0] if y is None else min(x.shape[0], y.shape[0])
         return found if rows >= num_tokens else None
 
-    def _remember(self, kind: Hashable, checked: Known) -> Known:
-        if kind is None or not _lasts(checked.layer, self.device):
+    def _remember(
+        self, kind: Hashable, cache: LayerCache, layer: Layer, params: LayerParams = UNUSED
+    ) -> Known:
+        checked = Known(ref(cache), layer, _memory(layer, cache), params)
+        if kind is None or not _lasts(layer, self.device):
             return checked
+        found = self.known.get(kind)
+        if found is not None and found.cache() is cache:
+            return found
         if len(self.known) >= MOST:
             self.known.clear()
-        return self.known.setdefault(kind, checked)
+        self.known[kind] = checked
+        finalize(cache, self.known.pop, kind, None)
+        return checked
 
 
 def _kind(
@@ -177,8 +197,19 @@ def _kind(
         return None
 
 
+def _memory(layer: Layer, cache: LayerCache) -> Hashable:
+    """Where what a call may read lies, and how much there is."""
+    parts = [*cache.tensors, layer.sinks, layer.alibi_slopes, layer.k_scale, layer.v_scale]
+    parts += [layer.q_scale, layer.out_scale]
+    return tuple(
+        [(x.data_ptr(), x.shape, x.requires_grad) for x in parts if isinstance(x, torch.Tensor)]
+    )
+
+
 def _lie_in_order(out: torch.Tensor) -> bool:
     """Whether each row ends before the next begins, however many there are."""
+    if out.numel() == 0:  # nobody looked whether heads overlap
+        return False
     inner = zip(out.shape[1:], out.stride()[1:], strict=True)
     return out.stride(0) > sum((size - 1) * step for size, step in inner)
 

@@ -38,7 +38,7 @@ def lens_of(batch: Batch) -> Lens:
 def traits_of(batch: Batch) -> Hashable:
     """All that `check_host` looks at; None if something is of a wrong type."""
     try:
-        traits = tuple([_traits(value) for value in vars(batch).values()])
+        traits = (type(batch), *[_traits(value) for value in vars(batch).values()])
         hash(traits)
     except (AttributeError, RuntimeError, TypeError):
         return None

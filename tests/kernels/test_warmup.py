@@ -58,8 +58,27 @@ def test_a_step_after_it_is_right() -> None:
 def test_a_mistake_in_a_layer_is_named() -> None:
     with pytest.raises(pageant.ArgumentError, match="sinks"):
         attention().warmup([pageant.Layer(sinks=torch.zeros(4))])
-    with pytest.raises(pageant.ArgumentError, match=r"allowed: None, or a pageant\.Layer"):
+    with pytest.raises(pageant.ArgumentError, match="layers is 7"):
         attention().warmup([7])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"options": pageant.Options(context_parallel=pageant.ContextParallel(rank=0, world=2))},
+        {"features": pageant.Features(lse=True, out_formats=("model", "fp8_e4m3"))},
+    ],
+)
+def test_ranks_and_formats(others: dict[str, object]) -> None:
+    attn = attention(**others)
+    attn.warmup()
+    assert not attn._calls.known
+
+
+def test_few_cached_tokens() -> None:
+    limits = pageant.Limits(max_requests=1, max_tokens=4, max_seq_len=8, max_cached_tokens=1)
+    shape = pageant.Shape(num_q_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+    pageant.Attention(shape, pageant.CacheSpec(page_size=4), limits).warmup()
 
 
 def test_within_compiling_only_nothing_is_launched() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -104,6 +106,41 @@ def test_layers_and_caches_are_told_apart(attn: pageant.Attention, kv: pageant.P
     other = dataclasses.replace(kv[0], v=kv[0].v[:3])
     with pytest.raises(pageant.ArgumentError, match="3 pages of v"):
         attn.run(step, k, other)
+
+
+def test_a_cache_is_not_kept_alive(attn: pageant.Attention) -> None:
+    kv = attn.new_cache(num_layers=1, num_pages=4)
+    attn.run(plan(attn), torch.zeros(2, 2, 16), kv[0])
+    alive = weakref.ref(kv[0].k)
+    del kv
+    gc.collect()
+    assert alive() is None
+    assert not attn._calls.known
+
+
+def test_tensors_that_moved_or_shrank_are_looked_at_again(attn: pageant.Attention) -> None:
+    memory = [torch.zeros(4, 4, 2, 16, dtype=torch.uint8) for _ in range(2)]
+    cache = attn.wrap_cache(*(one.view(torch.float8_e4m3fn) for one in memory))
+    step, q = plan(attn), torch.zeros(2, 2, 16)
+    assert not attn.run(step, q, cache).any()
+    cache.v.data = torch.ones(4, 4, 2, 16).to(torch.float8_e4m3fn)
+    assert attn.run(step, q, cache).unique().tolist() == [1.0]
+    cache.v.data = cache.v.data[:3]
+    with pytest.raises(pageant.ArgumentError, match="3 pages of v"):
+        attn.run(step, q, cache)
+
+
+def test_heads_that_overlap_are_seen_after_an_output_without_rows(
+    attn: pageant.Attention, kv: pageant.PagedCache
+) -> None:
+    memory = torch.zeros(128)
+    none = attn.plan(pageant.Batch.from_lengths([], [], [], page_size=4))
+    out = memory.as_strided((0, 2, 16), (64, 0, 1))
+    attn.run(none, torch.zeros(0, 2, 16), kv[0], out=out)
+    with pytest.raises(pageant.ArgumentError, match="rows that do not overlap"):
+        attn.run(
+            plan(attn), torch.zeros(2, 2, 16), kv[0], out=memory.as_strided((2, 2, 16), (64, 0, 1))
+        )
 
 
 def test_what_is_remembered_stays_bounded(

@@ -27,7 +27,7 @@ def merge_states(
     tally = torch.exp(parts_lse - peak).sum(0)
     whole = torch.where(tally == 1.0, peak, peak + tally.log())  # a lone -0.0 keeps its sign
     empty = whole == -torch.inf
-    weights = torch.exp(parts_lse - whole.masked_fill(empty, 0.0))
+    weights = torch.exp(parts_lse - peak) / tally.masked_fill(empty, 1.0)
     # -0.0 is the sum of nothing: adding it changes no number, and no sign of a zero.
     total = torch.full(outs[0].shape, -0.0, dtype=torch.float32, device=lse.device)
     for part, weight, part_lse in zip(outs, weights, parts_lse, strict=True):

@@ -246,7 +246,9 @@ def run_prefill(call: AttentionCall) -> None:
 
 def _ready(call: AttentionCall, phase: type[_Phase], groups: GroupWork | None = None) -> _Phase:
     """The phase's launches for such a call, made at the first one."""
-    kind = (phase, groups, call.work, _causality(call), call.draft_mask is None, call.lse is None)
+    kind: tuple[Any, ...] = (phase, groups, call.work, _causality(call))
+    # An fp8 query is converted by torch, which packs some: its strides are not the caller's.
+    kind += (call.draft_mask is None, call.lse is None, call.q.stride())
     if kind not in call.kept:
         call.kept[kind] = phase(call, groups)
     ready: _Phase = call.kept[kind]

@@ -51,6 +51,15 @@ def test_an_empty_part_changes_no_bit(empty: float, first: bool) -> None:
     assert torch.equal(got_lse.view(torch.int32), lse.contiguous().view(torch.int32))
 
 
+@pytest.mark.parametrize("level", [1e3, 1e5, 1e30, -1e30])
+def test_weights_are_whole_whatever_the_level(level: float) -> None:
+    """Of parts that are all ones, any average is ones."""
+    outs = [torch.ones(2, 3, 8) for _ in range(2)]
+    lses = [torch.full((2, 3), level), torch.full((2, 3), level) + 3]
+    got, _ = merge_states(outs, lses)
+    assert (got - 1).abs().max() <= 1e-6
+
+
 def test_nothing_at_all_is_zero() -> None:
     outs, lses = parts(2)
     outs[0][:] = torch.nan

@@ -102,6 +102,24 @@ def test_invariant_mode_ignores_the_batch() -> None:
     assert torch.equal(attn.run(attn.plan(last), q[-1:], kv[0])[0], want[-1])
 
 
+def test_a_query_in_fp8_may_be_packed_or_not() -> None:
+    """Converting, torch keeps the strides of some: of one token's slice, not of two tokens'."""
+    torch.manual_seed(0)
+    attn = pageant.Attention(
+        pageant.Shape(num_q_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float16),
+        pageant.CacheSpec(page_size=4),
+        pageant.Limits(max_requests=2, max_tokens=8, max_seq_len=16),
+    )
+    kv = attn.new_cache(num_layers=1, num_pages=4)
+    for view in (kv[0].k, kv[0].v):
+        view.copy_(torch.randn(view.shape))
+    fused = torch.randn(2, 4, 16).to(torch.float8_e4m3fn)
+    for count in (1, 2):
+        plan = attn.plan(pageant.Batch.from_lengths([1] * count, [8] * count, [[0, 1]] * count, 4))
+        got = attn.run(plan, fused[:count, :2], kv[0])
+        assert torch.equal(got, attn.run(plan, fused[:count, :2].half().contiguous(), kv[0]))
+
+
 def test_lengths_on_the_device_are_kept_within_the_limits() -> None:
     """What the host cannot see cannot make a kernel read past a buffer."""
     attn = pageant.Attention(
