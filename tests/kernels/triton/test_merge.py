@@ -124,7 +124,8 @@ def test_anything_goes(sizes, with_sinks, dtype, order, seed):
         return torch.randn(*shape, generator=rng)
 
     outs = [make(tokens, heads, dim).to(dtype) for _ in range(count)]
-    lses = [make(tokens, heads) * 5 for _ in range(count)]
+    # Under sinks far above them rows become too small for float16 to hold to its usual precision.
+    lses = [(make(tokens, heads) * 5).clamp(min=-6.0) for _ in range(count)]
     for lse in lses:
         lse[torch.rand(tokens, heads, generator=rng) < 0.3] = NOTHING
     sinks = torch.randn(heads, 2, generator=rng)[:, 0] if with_sinks else None
