@@ -159,11 +159,11 @@ def _tokens(
 ) -> list[list[int]]:
     """Token ids of each prompt, all short enough; with `chat`, as a user's message."""
     limit = LengthLimit.of(found.config, config)
-    inputs = _chat(found.tokenizer, prompts) if chat else prompts
+    inputs = chat_tokens(found.tokenizer, prompts) if chat else prompts
     return [tokens_of(given, found.tokenizer, limit) for given in inputs]
 
 
-def _chat(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
+def chat_tokens(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
     """Token ids of each prompt as a user's message."""
     if not tokenizer.chat_template:
         raise EngineError("the model has no chat template; give prompts without --chat")

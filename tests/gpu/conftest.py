@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,13 @@ import torch
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", type=Path, help="write what was run on the GPU to this JSON file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes side by side share the processor's cores; torch would give all to each."""
+    processes = os.environ.get("PYTEST_XDIST_WORKER_COUNT")
+    if processes is not None:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(processes)))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -74,7 +74,7 @@ def test_as_the_reference(monkeypatch, dtype, most_keys):
 )
 def test_samples_of_prompts(cache, groups, members, common):
     limits = pageant.Limits(max_requests=256, max_tokens=256, max_seq_len=8192)
-    spec = pageant.CacheSpec(cache, page_size=PAGE)
+    spec = pageant.CacheSpec(format=cache, page_size=PAGE)
     attn = attention(limits, LAYERS, cache=spec)
     kv = attn.new_cache(num_layers=1, num_pages=20_000)[0]
     step = samples(groups, members, common, 300, np.random.default_rng(3))
