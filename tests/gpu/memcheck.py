@@ -1,4 +1,4 @@
-"""What compute-sanitizer watches: ``python -m tests.gpu.memcheck formats|planted``.
+"""What compute-sanitizer watches: ``python -m tests.gpu.memcheck FORMAT``, or ``planted``.
 
 The lengths fill no page and no tile, and end where memory ends.
 """
@@ -12,39 +12,36 @@ import torch
 import triton
 import triton.language as tl
 
-from pageant.cache.formats import FORMATS
 from tests.inputs import BOUNDS, Case, Problem, assert_close, build
 
 LENGTHS = ((1, 33), (1, 260), (0, 0), (3, 3), (37, 41))
 
 
-def formats() -> None:
-    """Plan, write and run each format, with all features."""
-    for name in FORMATS:
-        dtype = torch.float32 if name == "fp32" else torch.bfloat16
-        case = Case(
-            seed=5,
-            lengths=LENGTHS,
-            dtype=dtype,
-            format=name,
-            head_dim=40,
-            v_head_dim=72,
-            page_size=5,
-            window=100,
-            soft_cap=20.0,
-            alibi=True,
-            sinks=True,
-            scales=True,
-            drafts="parents",
-            speculative=3,
-        )
-        problem = build(case).on("cuda")
-        out, lse = problem.run()
-        assert_close(out, problem.expected_out, BOUNDS[dtype])
-        assert_close(lse, problem.expected_lse, BOUNDS[dtype])
-        write(problem)
-        torch.cuda.synchronize()
-        sys.stdout.write(f"{name}\n")
+def check(name: str) -> None:
+    """Plan, run and write a format, with all features."""
+    dtype = torch.float32 if name == "fp32" else torch.bfloat16
+    case = Case(
+        seed=5,
+        lengths=LENGTHS,
+        dtype=dtype,
+        format=name,
+        head_dim=40,
+        v_head_dim=72,
+        page_size=5,
+        window=100,
+        soft_cap=20.0,
+        alibi=True,
+        sinks=True,
+        scales=True,
+        drafts="parents",
+        speculative=3,
+    )
+    problem = build(case).on("cuda")
+    out, lse = problem.run()
+    assert_close(out, problem.expected_out, BOUNDS[dtype])
+    assert_close(lse, problem.expected_lse, BOUNDS[dtype])
+    write(problem)
+    torch.cuda.synchronize()
 
 
 def write(problem: Problem) -> None:
@@ -73,4 +70,7 @@ def planted() -> None:
 
 
 if __name__ == "__main__":
-    {"formats": formats, "planted": planted}[sys.argv[1]]()
+    if sys.argv[1] == "planted":
+        planted()
+    else:
+        check(sys.argv[1])

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pageant.cache.formats import FORMATS
+
 ROOT = Path(__file__).resolve().parents[2]
 FOUND = 17  # the exit status when accesses outside memory were found
 
@@ -43,7 +45,8 @@ def test_a_planted_fault_is_found():
     assert "Invalid __global__ write" in done.stdout
 
 
-def test_nothing_outside_memory_is_touched():
-    done = memcheck("formats")
+@pytest.mark.parametrize("format", FORMATS)
+def test_nothing_outside_memory_is_touched(format):
+    done = memcheck(format)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "ERROR SUMMARY: 0 errors" in done.stdout

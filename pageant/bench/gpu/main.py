@@ -48,7 +48,7 @@ def main(  # budget: one parameter for each option of the command
         only: names of contenders; none means all.
         rounds: counted replays of each contender.
         device: where.
-        commit: of the code that is measured, where it lies in no checkout.
+        commit: of the code that is measured, where its checkout cannot tell.
 
     Returns:
         The result, as in the file.
@@ -75,7 +75,7 @@ def main(  # budget: one parameter for each option of the command
         cuda=torch.version.cuda,
         rounds=rounds,
     )
-    answer["commit"] = answer["commit"] or commit
+    answer["commit"] = commit or answer["commit"]
     path = None if out is None else Path(out)
     if bench in CASES:
         _attention(bench, answer, cases, only, where, path)
