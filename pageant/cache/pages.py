@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -47,11 +48,11 @@ class LayerCache:
         is_swizzled = self.v_scale_order == "swizzled"
         return Side(self.k, self.k_scales, False), Side(self.v, self.v_scales, is_swizzled)
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
+    @cached_property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
         """Elements of keys and values, then their scales, where there are any."""
         parts = (self.k, self.v, self.k_scales, self.v_scales)
-        return [part for part in parts if part is not None]
+        return tuple([part for part in parts if part is not None])
 
     @property
     def num_pages(self) -> int:

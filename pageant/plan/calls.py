@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import finalize, ref
@@ -39,6 +39,7 @@ class Known:
     Attributes:
         cache: whose pages they are; not kept alive.
         layer: whose numbers they are.
+        tensors: of the layer.
         memory: where the tensors of both lie, and their sizes.
         params: the layer's numbers, of which write uses none.
         places: addresses and lengths of q and out that were found to harm nothing.
@@ -47,7 +48,8 @@ class Known:
 
     cache: ref[LayerCache]
     layer: Layer
-    memory: Hashable
+    tensors: tuple[torch.Tensor, ...]
+    memory: list[Hashable]
     params: LayerParams = UNUSED
     places: set[tuple[int, int, int, int]] = field(default_factory=set)
     kept: dict[Any, Any] = field(default_factory=dict)
@@ -158,7 +160,7 @@ class Calls:
             return None
         if found is None or cache is None or found.cache() is not cache:
             return None
-        if found.memory != _memory(found.layer, cache):
+        if found.memory != _memory((*cache.tensors, *found.tensors)):
             del self.known[kind]
             return None
         rows = x.shape[0] if y is None else min(x.shape[0], y.shape[0])
@@ -167,7 +169,8 @@ class Calls:
     def _remember(
         self, kind: Hashable, cache: LayerCache, layer: Layer, params: LayerParams = UNUSED
     ) -> Known:
-        checked = Known(ref(cache), layer, _memory(layer, cache), params)
+        tensors = _tensors_of(layer)
+        checked = Known(ref(cache), layer, tensors, _memory((*cache.tensors, *tensors)), params)
         if kind is None or not _lasts(layer, self.device):
             return checked
         found = self.known.get(kind)
@@ -197,13 +200,15 @@ def _kind(
         return None
 
 
-def _memory(layer: Layer, cache: LayerCache) -> Hashable:
+def _tensors_of(layer: Layer) -> tuple[torch.Tensor, ...]:
+    scales = (layer.q_scale, layer.k_scale, layer.v_scale, layer.out_scale)
+    parts = (layer.sinks, layer.alibi_slopes, *scales)
+    return tuple([part for part in parts if isinstance(part, torch.Tensor)])
+
+
+def _memory(tensors: Iterable[torch.Tensor]) -> list[Hashable]:
     """Where what a call may read lies, and how much there is."""
-    parts = [*cache.tensors, layer.sinks, layer.alibi_slopes, layer.k_scale, layer.v_scale]
-    parts += [layer.q_scale, layer.out_scale]
-    return tuple(
-        [(x.data_ptr(), x.shape, x.requires_grad) for x in parts if isinstance(x, torch.Tensor)]
-    )
+    return [(x.data_ptr(), x.shape, x.requires_grad) for x in tensors]
 
 
 def _lie_in_order(out: torch.Tensor) -> bool:
