@@ -22,6 +22,8 @@ WITHOUT = "to run without CUDA graphs: --no-graphs, or EngineConfig(graphs=False
 class DecodeGraphs:
     """Graphs of 1, 2, 4, 8, … tokens; each is captured when a step first needs it.
 
+    Those of batches that bring shared_prefix_lens look for keys to compute once.
+
     Args:
         attention: on a CUDA device.
         forward: the model; it may not synchronise.
@@ -35,6 +37,8 @@ class DecodeGraphs:
         self._longest = attention.explain().decode_threshold
         try:
             self._graphs = Buckets(attention, self._step)
+            shares = attention.explain().shares_prefixes
+            self._sharing = Buckets(attention, self._step, shares=True) if shares else None
         except ArgumentError as error:
             raise EngineError(f"{error}; {WITHOUT}") from error
         with torch.inference_mode(False):
@@ -68,8 +72,11 @@ class DecodeGraphs:
         return self._logits[:count]
 
     def _graph_for(self, batch: Batch) -> Graph:
+        graphs = self._graphs
+        if batch.shared_prefix_lens is not None and self._sharing is not None:
+            graphs = self._sharing
         try:
-            return self._graphs.graph_for(batch)
+            return graphs.graph_for(batch)
         except RuntimeError as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise EngineError(

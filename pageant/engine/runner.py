@@ -17,6 +17,8 @@ from pageant.plan.build import Plan
 from pageant.ranks import ALONE, ContextParallel
 from pageant.types import Layer
 
+SHARED_TOKENS = 256  # requests that begin with as many are told to the planner
+
 
 class Runner:
     """A model, and the attention and cache its layers use.
@@ -110,6 +112,8 @@ class StepInputs:
         query_start_loc: int32 [R + 1].
         seq_lens: int32 [R].
         page_table: int32 [R, W], W just wide enough.
+        shared_prefix_lens: int32 [R], SHARED_TOKENS or a little less where another request begins
+            with the same pages, else 0; None if none does.
         sampling_rows: int64 [S], the tokens whose logits are wanted.
     """
 
@@ -127,6 +131,8 @@ class StepInputs:
         for row, work in zip(self.page_table, works, strict=True):
             row[: work.request.num_pages] = work.request.pages[: work.request.num_pages]
 
+        self.shared_prefix_lens = _shared(self.page_table, self.seq_lens, page_size * shard.world)
+
         self.token_ids = np.concatenate([work.token_ids for work in works])
         first_positions = np.repeat(starts - self.query_start_loc[:-1], query_lens)
         self.positions = np.arange(len(self.token_ids)) + first_positions
@@ -143,6 +149,7 @@ class StepInputs:
 
     def batch(self, device: torch.device) -> Batch:
         """The step as Pageant plans it."""
+        shared = self.shared_prefix_lens
         return Batch(
             query_start_loc=put(self.query_start_loc, device),
             seq_lens=put(self.seq_lens, device),
@@ -154,4 +161,23 @@ class StepInputs:
             max_seq_len=self.max_seq_len,
             query_start_loc_cpu=torch.from_numpy(self.query_start_loc),
             seq_lens_cpu=torch.from_numpy(self.seq_lens),
+            shared_prefix_lens=None if shared is None else put(shared, device),
         )
+
+
+def _shared(
+    page_table: np.ndarray[Any, Any], seq_lens: np.ndarray[Any, Any], page_tokens: int
+) -> np.ndarray[Any, Any] | None:
+    """See ``StepInputs.shared_prefix_lens``: whoever shares a page shares those before it."""
+    pages = max(1, SHARED_TOKENS // page_tokens)
+    full = np.flatnonzero(seq_lens >= pages * page_tokens)
+    if len(full) < 2:
+        return None
+    last = page_table[full, pages - 1]
+    _, same, counts = np.unique(last, return_inverse=True, return_counts=True)
+    sharing = full[counts[same] > 1]
+    if not len(sharing):
+        return None
+    lens = np.zeros(len(seq_lens), np.int32)
+    lens[sharing] = pages * page_tokens
+    return lens

@@ -68,15 +68,15 @@ def default_sizes(attn: Attention, *, mixed: bool) -> list[int]:
 
 
 def smallest(sizes: Sequence[int], batch: Batch) -> int:
-    """The first of ascending sizes with room for a batch's tokens, and for its requests.
+    """The first of ascending sizes with room for a batch's tokens, requests and longest query.
 
     >>> batch = Batch.from_lengths([1, 0, 1], [3, 0, 2], [[0], [], [1]], page_size=4)
     >>> smallest([1, 2, 4, 8], batch)
     4
     """
-    need = max(batch.num_tokens, batch.num_requests)
+    needs = {name: getattr(batch, name) for name in ("num_tokens", "num_requests", "max_query_len")}
+    name, need = max(needs.items(), key=lambda each: each[1])
     place = bisect_left(sizes, need)
     if place == len(sizes):
-        name = "num_tokens" if batch.num_tokens == need else "num_requests"
         raise bad(f"batch.{name}", need, f"at most {sizes[-1]}, as the largest graph holds")
     return sizes[place]

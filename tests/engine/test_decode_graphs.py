@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from pageant.device import Device
+from pageant.engine import runner
 from pageant.engine.config import EngineConfig
 from pageant.engine.decode_graphs import DecodeGraphs
 from pageant.engine.engine import Engine
@@ -22,6 +23,7 @@ from pageant.engine.request import Sampling
 from pageant.engine.runner import put
 from pageant.graphs import Graph, buckets
 from pageant.graphs.graph import bucket_of, memory_of
+from pageant.plan import device_groups
 from tests.engine.random_llama import TINY, Numbers, llama
 
 PROMPTS = [[5, 6, 7, 5, 6], [8], [1, 2, 3, 4, 1, 2, 3, 4, 1], [30] * 4, [40, 41]]
@@ -74,6 +76,23 @@ def test_the_same_tokens(pretend: pytest.MonkeyPatch, drafts: int, chunk: int) -
     want = Engine(llama(TINY), Numbers(), config).generate(PROMPTS, sampling)
     assert got == [completion.tokens for completion in want]
     assert len({tuple(tokens) for tokens in got}) > 1
+
+
+def test_prompts_that_begin_alike(pretend: pytest.MonkeyPatch) -> None:
+    """Their steps look for shared keys, and give the tokens of steps that do not."""
+    pretend.setattr(runner, "SHARED_TOKENS", 16)
+    pretend.setattr(device_groups, "LEAST_SHARED", 16)
+    prompts = [[*range(1, 40), end] for end in (3, 4, 5)]
+    sampling, config = Sampling(max_new_tokens=4), EngineConfig(num_pages=40, max_requests=4)
+    engine = Engine(llama(TINY), Numbers(), config)
+    graphs = DecodeGraphs(engine._runner.attention, engine._runner._forward)
+    engine._runner.graphs = graphs
+    got = [completion.tokens for completion in engine.generate(prompts, sampling)]
+    assert graphs._sharing is not None
+    assert set(graphs._sharing._graphs) == {4}
+    pretend.undo()
+    want = Engine(llama(TINY), Numbers(), config).generate(prompts, sampling)
+    assert got == [completion.tokens for completion in want]
 
 
 def test_only_decodes_are_taken(pretend: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,20 @@ def test_the_tokens_of_the_cpu(model, expected, plain, changes):
         assert graphs is None
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+def test_prompts_that_begin_alike(model, expected, plain, graphs):
+    prompts = [[*LONG, number] for number in range(5)]
+    sampling = Sampling(max_new_tokens=NEW_TOKENS)
+    engine = Engine(model, Numbers(), EngineConfig(graphs=graphs))
+    completions = engine.generate(prompts, sampling)
+    if graphs:
+        assert engine._runner.graphs._sharing._graphs, "no step shared keys"
+    unshared = Engine(llama(SMOLLM2_135M), Numbers(), EngineConfig(prefix_cache=False))
+    alone = unshared.generate(prompts, sampling)
+    for prompt, completion, want in zip(prompts, completions, alone, strict=True):
+        check(plain, prompt, completion.tokens, want.tokens)
+
+
 @pytest.mark.skipif(not has_default_model(), reason=f"{smollm2.PACKAGE} is not installed")
 def test_the_demos_text(record_property):
     """What `pageant generate` prints when it is given no prompt, in float32."""
