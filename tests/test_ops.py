@@ -458,6 +458,9 @@ def test_page_indices_with_and_without_room_of_their_own():
     assert [x.tolist() for x in out] == [[0, 2, 2, 3], [7, 0, 5, 9, 9, 9, 9, 9], [2, 0, 4]]
 
 
+ROOM = ints([0] * 8)
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
@@ -474,6 +477,10 @@ def test_page_indices_with_and_without_room_of_their_own():
         ({"out": (ints([0] * 3), ints([0] * 3), ints([0] * 2))}, "out: indices"),
         ({"out": (ints([0] * 4), ints([0] * 4), ints([0] * 2))}, "out: indptr"),
         ({"out": (ints([0] * 3), ints([0] * 4), torch.zeros(2))}, "out: last_page_len"),
+        ({"out": (ROOM[:3], ROOM[2:6], ROOM[6:])}, "out: indices"),
+        ({"out": (ROOM[:3], ROOM[3:4].expand(4), ROOM[6:])}, "out: indices"),
+        ({"out": (ROOM[:3], ROOM[3:7], ROOM[6:])}, "out: last_page_len"),
+        ({"seq_lens": ROOM[:2], "out": (ROOM[1:4], ROOM[4:], ints([0, 0]))}, "out: indptr"),
     ],
 )
 def test_pages_that_cannot_be_listed(change, name):

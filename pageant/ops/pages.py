@@ -8,11 +8,17 @@ import torch
 
 from pageant.cache.formats import resolve
 from pageant.cache.pages import LayerCache, PagedCache, layout_for
-from pageant.cache.tensors import FLOATS, check_tensor
+from pageant.cache.tensors import FLOATS, check_tensor, check_writable
 from pageant.cache.wrap import wrap
 from pageant.plan.copies import DeviceWrites
 from pageant.plan.inputs import check_cache, check_cache_writable, check_new_rows
-from pageant.plan.op_inputs import check_new_pages, check_page_ids, check_scales, check_table
+from pageant.plan.op_inputs import (
+    check_apart,
+    check_new_pages,
+    check_page_ids,
+    check_scales,
+    check_table,
+)
 from pageant.plan.pages import WriteIndex, write_index
 from pageant.select.choose import load_step
 from pageant.select.validate import check_config
@@ -114,6 +120,8 @@ def page_indices(
         check_tensor(f"out: {name}", x, (torch.int32,), dims=1, device=device)
         if len(x) != size and (name != "indices" or len(x) < size):
             raise bad(f"out: {name}", list(x.shape), f"[{size}]")
+        check_writable(f"out: {name}", x)
+    check_apart(dict(zip(sizes, out, strict=True)), (seq_lens, page_table))
     load_step("page_indices", device)(seq_lens, page_table, page_size, out)
     return out
 

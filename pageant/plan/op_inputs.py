@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from pageant.cache.formats import resolve
 from pageant.cache.pages import LayerCache
 from pageant.cache.scales import check_scale
-from pageant.cache.tensors import FLOATS, check_tensor
+from pageant.cache.tensors import FLOATS, check_tensor, overlaps_itself, rows_meet
 from pageant.select.bounds import require_whole
 from pageant.types import Scalar, bad
 
@@ -126,6 +126,15 @@ def check_table(seq_lens: torch.Tensor, page_table: torch.Tensor, page_size: int
     for wrong in ((seq_lens < 0) | (seq_lens > room)).nonzero()[:1, 0].tolist():
         allowed = f"0 to {room}: {page_table.shape[1]} pages of {page_size} tokens"
         raise bad(f"seq_lens[{wrong}]", int(seq_lens[wrong]), allowed)
+
+
+def check_apart(out: Mapping[str, torch.Tensor], read: Sequence[torch.Tensor]) -> None:
+    """Raise if memory of a tensor that is written meets another's, or its own."""
+    written = list(out.values())
+    for place, (name, x) in enumerate(out.items()):
+        others = (*written[:place], *read)
+        if overlaps_itself(x) or any(rows_meet(x, other) for other in others):
+            raise bad(f"out: {name}", "memory that is read or written elsewhere", "its own memory")
 
 
 def check_page_ids(page_table: torch.Tensor, seq_lens: torch.Tensor, cache: LayerCache) -> None:
