@@ -44,7 +44,10 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The sizes for rows of at most `dim` elements of `itemsize` bytes, in `shared_kib`."""
+    """The sizes for rows of at most `dim` elements of `itemsize` bytes, in `shared_kib`.
+
+    The device's compute capability is `capability` or more.
+    """
 
     dim: int
     itemsize: int
@@ -54,11 +57,13 @@ class Rule:
     warps: int
     stages: int
     shares: int = 1
+    capability: int = 0
 
 
 # Of the rules that hold a key or value (a power of 2 of elements), an element of the products'
 # operands (bytes) and the device's shared memory, the first with rows enough for a decode wins, or
-# the first of those with the most; prefill takes as many rows as it can get.
+# the first of those with the most; prefill takes as many rows as it can get. Decode takes a tile of
+# prefill for keys that requests share: 128 keys at a time spill there where compiled for Blackwell.
 # Tiles of decode stay below 64 rows: from there on Triton 3.6 multiplies by wgmma on Hopper, whose
 # sums were wrong where rows of up to 32 values are widened first.
 DECODE: tuple[Rule, ...] = (
@@ -68,7 +73,7 @@ DECODE: tuple[Rule, ...] = (
     Rule(dim=256, itemsize=2, shared_kib=163, rows=32, block=32, warps=4, stages=3, shares=2),
     Rule(dim=512, itemsize=2, shared_kib=163, rows=32, block=32, warps=8, stages=2, shares=1),
     Rule(dim=64, itemsize=2, shared_kib=64, rows=32, block=64, warps=4, stages=2, shares=2),
-    Rule(dim=128, itemsize=2, shared_kib=64, rows=32, block=32, warps=4, stages=2, shares=2),
+    Rule(dim=128, itemsize=2, shared_kib=64, rows=32, block=32, warps=8, stages=2, shares=2),
     Rule(dim=256, itemsize=2, shared_kib=64, rows=32, block=16, warps=4, stages=2, shares=2),
     Rule(dim=512, itemsize=2, shared_kib=64, rows=16, block=16, warps=8, stages=1, shares=1),
     Rule(dim=128, itemsize=4, shared_kib=64, rows=32, block=32, warps=4, stages=1, shares=2),
@@ -76,6 +81,9 @@ DECODE: tuple[Rule, ...] = (
 )
 PREFILL: tuple[Rule, ...] = (
     Rule(dim=64, itemsize=2, shared_kib=227, rows=128, block=128, warps=8, stages=3),
+    Rule(
+        dim=128, itemsize=2, shared_kib=227, rows=128, block=64, warps=8, stages=2, capability=100
+    ),
     Rule(dim=128, itemsize=2, shared_kib=227, rows=128, block=128, warps=8, stages=2),
     Rule(dim=256, itemsize=2, shared_kib=227, rows=128, block=32, warps=8, stages=2),
     Rule(dim=64, itemsize=2, shared_kib=163, rows=64, block=64, warps=4, stages=3),
@@ -128,6 +136,7 @@ def tile_for(phase: Phase, shape: Shape, fmt: Format, device: Device, tokens: in
         if dim <= rule.dim
         and itemsize <= rule.itemsize
         and rule.shared_kib * KIB <= device.shared_memory_bytes
+        and rule.capability <= device.capability
     ]
     # A larger rule of the same width, never one for wider rows.
     fitting = [rule for rule in fitting if rule.dim == fitting[0].dim]

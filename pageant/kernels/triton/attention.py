@@ -344,8 +344,10 @@ class _Decode(_Phase):
 def _walkers(tile: Tile, variant: Variant) -> int:
     """Warps of a decode: more than the tile has where their registers would not hold everything."""
     is_widened = variant.kind != PLAIN.value
-    takes_more = is_widened or variant.draft_mask or variant.cap or variant.alibi
-    return max(4, tile.warps) if takes_more else tile.warps
+    bends_scores = variant.cap or variant.alibi
+    if variant.draft_mask and (variant.window or bends_scores):
+        return max(8, tile.warps)
+    return max(4, tile.warps) if is_widened or variant.draft_mask or bends_scores else tile.warps
 
 
 class _Prefill(_Phase):
