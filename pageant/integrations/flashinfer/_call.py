@@ -18,6 +18,7 @@ from pageant.integrations.flashinfer._inputs import Cache, DType, dtype_of, side
 from pageant.integrations.flashinfer._lengths import Keys, Queries
 from pageant.integrations.flashinfer._runner import Runner
 from pageant.integrations.flashinfer._setting import Factors, Setting
+from pageant.integrations.flashinfer.absent import refuse
 from pageant.integrations.flashinfer.utils import FP4Tensor
 from pageant.plan.masks import unpack_mask
 from pageant.types import Scalar
@@ -95,7 +96,7 @@ def attend(
 
 def _sides(cache: Cache, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     if isinstance(cache, torch.Tensor) and cache.dim() > 1 and cache.shape[1] == 1:
-        raise NotImplementedError("a cache whose dimension 1 is 1: keys and values in one place")
+        refuse("a cache whose dimension 1 is 1")
     return sides(cache, kv_layout)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from pageant.integrations.flashinfer._inputs import Cache, DType
 from pageant.integrations.flashinfer._merge import merge_state_in_place
+from pageant.integrations.flashinfer.absent import refuse
 from pageant.integrations.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
 Tensors = list[torch.Tensor]
@@ -85,10 +86,7 @@ class MultiLevelCascadeAttentionWrapper:
         sequence, a window or ALiBi, is refused for more than one level.
         """
         if len(self._levels) > 1 and (window_left >= 0 or pos_encoding_mode != "NONE"):
-            raise NotImplementedError(
-                f"window_left={window_left}, pos_encoding_mode={pos_encoding_mode!r} over several "
-                "levels: a level does not know how many keys the levels after it hold"
-            )
+            refuse("window_left or pos_encoding_mode over several levels")
         last = len(self._levels) - 1
         arrays = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
         options: dict[str, Any] = {

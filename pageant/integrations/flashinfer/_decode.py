@@ -22,6 +22,7 @@ from pageant.integrations.flashinfer._wrapper import (
     refuse_skipping,
     warns_of_positions,
 )
+from pageant.integrations.flashinfer.absent import refuse
 from pageant.types import Scalar
 
 
@@ -97,7 +98,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         fixed_split_size and disable_split_kv change nothing.
         """
         if window_right != 0:
-            raise NotImplementedError(f"window_right is {window_right}; allowed: 0")
+            refuse("window_right")
         if fixed_split_size is not None and not self._use_tensor_cores:
             raise ValueError("fixed_split_size needs use_tensor_cores=True")
         self.check_q_len(q_len_per_req)
@@ -125,7 +126,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         if q_len > 1 and not self._use_tensor_cores:
             raise ValueError("q_len_per_req above 1 needs use_tensor_cores=True")
         if q_len > 1 and self._backend == "fa3":
-            raise NotImplementedError("q_len_per_req above 1 with backend='fa3'; allowed: fa2")
+            refuse("q_len_per_req above 1 with backend='fa3'")
         if self._use_cuda_graph and self._q_len_per_req not in (None, q_len):
             raise ValueError(f"q_len_per_req is frozen at {self._q_len_per_req} for CUDA graphs")
 

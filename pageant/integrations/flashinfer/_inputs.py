@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from pageant.integrations.flashinfer.absent import refuse
 from pageant.types import Scalar
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -64,10 +65,7 @@ def check_pos_mode(mode: str) -> str:
 def check_no_rope(mode: str) -> bool:
     """Whether ALiBi is on, for keys in pages, which cannot be rotated."""
     if check_pos_mode(mode) == "ROPE_LLAMA":
-        raise NotImplementedError(
-            "pos_encoding_mode='ROPE_LLAMA' over pages: every run would copy and rotate all cached "
-            "keys; apply RoPE before keys are appended, and use pos_encoding_mode='NONE'"
-        )
+        refuse("pos_encoding_mode='ROPE_LLAMA' over pages")
     return mode == "ALIBI"
 
 

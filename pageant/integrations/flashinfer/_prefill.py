@@ -11,6 +11,7 @@ from pageant.integrations.flashinfer import _masks
 from pageant.integrations.flashinfer._lengths import Keys, Queries
 from pageant.integrations.flashinfer._setting import Factors
 from pageant.integrations.flashinfer._wrapper import Wrapper, refuse_jit
+from pageant.integrations.flashinfer.absent import refuse
 from pageant.types import Scalar
 
 VARIANT = 11  # place of the variant's name in FlashInfer's jit_args
@@ -71,10 +72,7 @@ class PrefillWrapper(Wrapper):
             sizes = queries.host.diff().long() * keys.host
         if packed_custom_mask is not None and custom_mask is None:
             if sizes is None:
-                raise NotImplementedError(
-                    "packed_custom_mask with lengths on a GPU: where each request's bits begin "
-                    "would have to be waited for; give custom_mask, or lengths on the CPU"
-                )
+                refuse("packed_custom_mask with lengths on a GPU")
             return _masks.unpack(packed_custom_mask, sizes)
         assert custom_mask is not None
         if sizes is not None and custom_mask.numel() != int(sizes.sum()):
@@ -85,10 +83,7 @@ class PrefillWrapper(Wrapper):
     @staticmethod
     def _refuse_items(*pointers: torch.Tensor | None) -> None:
         if any(pointer is not None for pointer in pointers):
-            raise NotImplementedError(
-                "multi-item scoring (prefix_len_ptr, token_pos_in_items_ptr, max_item_len_ptr): "
-                "Pageant has no such mask; give custom_mask"
-            )
+            refuse("multi-item scoring")
 
 
 def _is_sink_variant(jit_args: Sequence[Any] | None) -> bool:

@@ -18,6 +18,7 @@ from pageant.integrations.flashinfer._inputs import (
 from pageant.integrations.flashinfer._prefill import PrefillWrapper, heads_and_factors
 from pageant.integrations.flashinfer._runner import Result
 from pageant.integrations.flashinfer._setting import Factors
+from pageant.integrations.flashinfer.absent import refuse
 from pageant.types import Scalar
 
 
@@ -42,10 +43,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
         if use_cuda_graph:
-            raise NotImplementedError(
-                "use_cuda_graph with rows of keys: which row is whose changes with every plan, and "
-                "graphs hold the table's width; use the paged wrapper with pages of one token"
-            )
+            refuse("use_cuda_graph over rows of keys")
         self._take_buffers(qo_indptr_buf, custom_mask_buf, mask_indptr_buf)
         self._kv_indptr: torch.Tensor | None = None
         self._rope: tuple[float, float] | None = None
@@ -92,7 +90,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         """
         self._refuse_items(prefix_len_ptr, token_pos_in_items_ptr, max_item_len_ptr)
         if v_indptr is not None or o_indptr is not None:
-            raise NotImplementedError("v_indptr, o_indptr: rows of k, v, q and out go together")
+            refuse("v_indptr, o_indptr")
         q_dtype = q_data_type
         self._setting_now = self._setting(
             (num_qo_heads, num_kv_heads),
@@ -144,7 +142,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         As in FlashInfer, q_scale, k_scale and v_scale count only beside kv_cache_sf.
         """
         if o_scale is not None:
-            raise NotImplementedError("o_scale: the output is not quantised; multiply it yourself")
+            refuse("o_scale of the ragged wrapper")
         if kv_cache_sf is None:
             q_scale = k_scale = v_scale = None
         factors = heads_and_factors(args, self._takes_sinks, q_scale, k_scale, v_scale, None)
@@ -191,7 +189,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Both rotated: a row by its place among its request's keys, ends aligned."""
         if k.dtype == torch.uint8:
-            raise NotImplementedError("pos_encoding_mode='ROPE_LLAMA' over nvfp4 keys")
+            refuse("pos_encoding_mode='ROPE_LLAMA' over pages")
         assert self._kv_indptr is not None
         key_starts = _lengths.on(self._kv_indptr, self.device)
         starts = self._queries.starts

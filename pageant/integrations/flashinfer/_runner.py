@@ -24,13 +24,10 @@ from pageant.integrations.flashinfer._setting import (
     scaled_query,
     to_base_2,
 )
+from pageant.integrations.flashinfer.absent import refuse
 from pageant.plan.batch import Batch
 from pageant.plan.build import Plan
 
-NO_ALIBI = (
-    "a custom mask that hides keys before the new tokens, with ALiBi: rows become lists of the "
-    "keys they see, which have no positions"
-)
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -199,7 +196,7 @@ class Runner:
             if parts is not None:
                 step.slot_step = _masks.slot_step(parts) or 0
             if step.setting.alibi:
-                raise NotImplementedError(NO_ALIBI)
+                refuse("custom_mask with ALiBi")
             window, at = step.setting.window, step.slot_step or 0
             by_row = _masks.by_row(step.mask.to(self.device), queries, keys, rows, window, at)
             starts, lens, page_size, longest = by_row.starts, by_row.lens, 1, 1

@@ -14,6 +14,7 @@ from pageant.integrations.flashinfer._inputs import (
     product,
     to_number,
 )
+from pageant.integrations.flashinfer.absent import refuse
 from pageant.types import CacheSpec, Features, Layer, OutFormat, Scalar, Shape
 
 
@@ -159,9 +160,7 @@ def layer_of(setting: Setting, given: Factors, slopes: torch.Tensor | None) -> t
     query = _by_head(query, given.k_heads, group)
     after = _by_head(after, given.v_heads, group)
     if after is not None and setting.out_format != "model":
-        raise NotImplementedError(
-            f"v_scale per head and {setting.out_format} output, which has one scale for all heads"
-        )
+        refuse("v_scale per head with quantised output")
     sinks = given.sinks
     layer = Layer(
         scale=scale,

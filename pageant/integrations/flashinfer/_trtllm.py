@@ -13,6 +13,7 @@ from pageant.integrations.flashinfer._call import attend, blank, draft_mask, is_
 from pageant.integrations.flashinfer._inputs import LN_2, Cache, DType, window_of
 from pageant.integrations.flashinfer._setting import Factors
 from pageant.integrations.flashinfer._wrapper import refuse_skipping
+from pageant.integrations.flashinfer.absent import refuse
 from pageant.integrations.flashinfer.utils import FP4Tensor
 from pageant.types import Scalar
 
@@ -64,7 +65,7 @@ def trtllm_batch_decode_with_kv_cache(  # budget: FlashInfer's signature
     """
     _refuse(skip_softmax_threshold_scale_factor, uses_shared_paged_kv_idx)
     if enable_block_sparse_attention:
-        raise NotImplementedError("enable_block_sparse_attention: use the block sparse wrappers")
+        refuse("enable_block_sparse_attention")
     if cum_seq_lens_q is not None:
         queries = replace(
             _lengths.queries(cum_seq_lens_q, query.device),
@@ -98,9 +99,7 @@ def trtllm_batch_decode_with_kv_cache(  # budget: FlashInfer's signature
 def _refuse(threshold: object, shared: bool) -> None:
     refuse_skipping(threshold)
     if not shared:
-        raise NotImplementedError(
-            "uses_shared_paged_kv_idx=False: keys and values of a token lie on pages of one number"
-        )
+        refuse("uses_shared_paged_kv_idx=False")
 
 
 def trtllm_batch_context_with_kv_cache(  # budget: FlashInfer's signature
@@ -141,7 +140,7 @@ def trtllm_batch_context_with_kv_cache(  # budget: FlashInfer's signature
     """
     _refuse(skip_softmax_threshold_scale_factor or uses_spcompress, uses_shared_paged_kv_idx)
     if not causal and window_left >= 0:
-        raise NotImplementedError("causal=False with a window: FlashInfer refuses it too")
+        refuse("causal=False with a window")
     starts = _lengths.queries(cum_seq_lens_q, query.device)
     queries = replace(starts, num_tokens=query.shape[0], longest=max_q_len)
     out, dtype = output(query, out, out_dtype, o_sf_scale, o_sf_vec_size, query.shape[2])

@@ -23,6 +23,7 @@ from pageant.integrations.flashinfer._inputs import (
 from pageant.integrations.flashinfer._lengths import Keys
 from pageant.integrations.flashinfer._runner import Result, Runner, Step
 from pageant.integrations.flashinfer._setting import Setting
+from pageant.integrations.flashinfer.absent import refuse
 
 Params = ParamSpec("Params")
 Value = TypeVar("Value")
@@ -47,18 +48,13 @@ def warns_of_positions(count: int) -> Callable[[Callable[Params, Value]], Callab
 def refuse_jit(given: object) -> None:
     """Raise for what only a kernel of the caller's own would take."""
     if given:
-        raise NotImplementedError(
-            "jit_args, or more positional arguments of run: kernels compiled from the caller's own "
-            "variant; Pageant has sinks (AttentionSink), soft cap, ALiBi and windows built in"
-        )
+        refuse("jit_args")
 
 
 def refuse_skipping(threshold: object) -> None:
     """Raise for softmax that leaves out small weights."""
     if threshold is not None:
-        raise NotImplementedError(
-            "skip_softmax_threshold_scale_factor: Pageant's softmax leaves out no key"
-        )
+        refuse("skip_softmax_threshold_scale_factor, uses_spcompress")
 
 
 @dataclass(frozen=True)
