@@ -180,6 +180,10 @@ class Runner:
             check_rows(name, x, want, setting.kv_dtype, self.device)
         if per_byte == 2 and scales is None:
             raise ValueError("kv_cache_sf is None; allowed: the block scales of a uint8 cache")
+        for x in scales or ():
+            if x.shape[-1] > 1 and x.stride(-1) != 1:
+                have = f"kv_cache_sf has innermost stride {x.stride(-1)}"
+                raise ValueError(f"{have}; allowed: 1 (its innermost stride must be 1)")
 
     def _make(self, step: Step, rows: int, parts: tuple[torch.Tensor, ...] | None = None) -> None:
         """Plan, now that the number of rows is known, and with a mask how pages lie."""

@@ -116,8 +116,7 @@ class BatchAttention:
         """Plan a batch; kv_len_arr int32 [R] holds each request's number of keys."""
         if use_profiler:
             refuse("use_profiler")
-        on_host = kv_len_arr.to(kv_indptr.device) if kv_indptr.is_cpu else kv_len_arr
-        last = torch.where(on_host > 0, (on_host - 1) % page_size + 1, 0)
+        last = torch.where(kv_len_arr > 0, (kv_len_arr - 1) % page_size + 1, 0)
         keys = PagedBuffers().keys((kv_indptr, kv_indices, last), page_size, self.device)
         q_dtype = dtype_of(q_data_type)
         self._soft_cap = cap_of(logits_soft_cap)

@@ -213,7 +213,13 @@ def test_fast_plan_needs_a_plan_and_leaves_graph_buffers_alone() -> None:
         buffer.copy_(x)
     indices[: len(other.indices)] = other.indices
     flashinfer.fast_decode_plan(
-        wrapper, indptr, indices, last, *given, q_data_type=scene.dtype, kv_data_type=scene.dtype
+        wrapper,
+        scene.indptr,
+        scene.indices,
+        scene.last,
+        *given,
+        q_data_type=scene.dtype,
+        kv_data_type=scene.dtype,
     )
     assert_near(wrapper.run(other.q, other.cache(), return_lse=True), other.expected())
 

@@ -215,6 +215,9 @@ def test_nvfp4_caches(layout: str) -> None:
     assert_near(got, scene.expected())
     with pytest.raises(ValueError, match="kv_cache_sf"):
         prefill(scene, tuple(pages), layout, **options)
+    run["kv_cache_sf"] = tuple(x.repeat_interleave(2, -1)[..., ::2] for x in scales)
+    with pytest.raises(ValueError, match="innermost stride"):
+        prefill(scene, tuple(pages), layout, run=run, **options)
 
 
 def test_sinks_by_the_attention_sink_variant() -> None:
