@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from pageant.integrations.ragged import Ragged, Rows
 from pageant.integrations.transformers.engine import LayerCall, layer_of
-from pageant.integrations.transformers.ragged import Ragged, Rows
 from pageant.types import bad
 
 RAGGED = Ragged()

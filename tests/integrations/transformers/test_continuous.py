@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from pageant.integrations.transformers import ragged, use
+from pageant.integrations import ragged
+from pageant.integrations.transformers import use
 from tests.integrations.transformers.models import CONFIGS, make, stock
 
 NEW_TOKENS = 20
