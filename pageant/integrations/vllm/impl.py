@@ -14,7 +14,9 @@ from pageant.cache.out_scales import OutScales, SwizzledScales
 from pageant.cache.pages import LayerCache
 from pageant.integrations.vllm.builder import PageantMetadata
 from pageant.integrations.vllm.cache import format_of, layer_cache
-from pageant.ops.pages import write_pages
+from pageant.plan.copies import DeviceWrites
+from pageant.plan.pages import WriteIndex, write_index
+from pageant.select.choose import load_step
 from pageant.types import Layer, Shape, bad
 
 log = init_logger("vllm.pageant")
@@ -101,17 +103,15 @@ class PageantImpl(AttentionImpl[PageantMetadata]):
         if kv_cache.numel() == 0:
             return
         cache, scaled = self._cache(kv_cache, key.dtype), self._with_scales(layer)
-        write_pages(
-            key,
-            value,
-            cache.k,
-            cache.v,
-            slot_mapping,
-            k_scales=cache.k_scales,
-            v_scales=cache.v_scales,
-            format=self.format,
-            scales=(scaled.k_scale, scaled.v_scale),
-        )
+        page_size = cache.page_size
+        index: WriteIndex | DeviceWrites
+        if key.is_cuda:
+            index = DeviceWrites(slot_mapping, slot_mapping.shape[0])
+        else:
+            index = write_index(slot_mapping, page_size)
+        index.check(cache.num_pages * page_size)
+        store = load_step("write_pages", key.device)
+        store(key, value, cache, index, (scaled.k_scale, scaled.v_scale))
 
     def forward(  # budget: vLLM calls it with these
         self,
