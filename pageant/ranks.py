@@ -45,6 +45,8 @@ class ContextParallel:
         >>> [ranks.count(tokens) for tokens in (0, 3, 5, 6, 13)]
         [0, 0, 2, 3, 6]
         """
+        if self.world == 1:
+            return tokens
         rounds = tokens // (self.interleave * self.world) * self.interleave
         rest = tokens - rounds * self.world - self.rank * self.interleave
         if isinstance(rest, int):

@@ -2,67 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GptOssConfig,
-    LlamaConfig,
-    PreTrainedConfig,
-    Qwen3Config,
-)
 
 from pageant.api import Attention
 from pageant.integrations.transformers import Step, layers_of
 from pageant.plan.batch import Batch
 from pageant.types import ArgumentError, CacheSpec, Features, Limits, Shape
+from tests.integrations.transformers.models import CONFIGS, WINDOWS, make
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,  # large enough that attention matters
-}
-WINDOW = 7
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**SIZES),
-    "qwen3": Qwen3Config(
-        **SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
-    ),
-    "gemma2": Gemma2Config(
-        **SIZES, sliding_window=WINDOW, query_pre_attn_scalar=9, attn_logit_softcapping=2.0
-    ),
-    "gpt_oss": GptOssConfig(
-        **SIZES, sliding_window=WINDOW, num_local_experts=2, num_experts_per_tok=1
-    ),
-}
-WINDOWS = {
-    "llama": [None, None],
-    "qwen3": [None, WINDOW],
-    "gemma2": [WINDOW, None],
-    "gpt_oss": [WINDOW, None],
-}
 PAGE_SIZE = 4
-
-
-def make(config: PreTrainedConfig) -> Any:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        copy.deepcopy(config), attn_implementation="eager"
-    ).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("sinks"):
-            torch.nn.init.normal_(parameter, std=2.0)
-    return model
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -74,7 +25,7 @@ def test_layers_say_what_the_model_needs(family: str) -> None:
     )
     assert [layer.window for layer in layers] == WINDOWS[family]
     assert {layer.soft_cap for layer in layers} == {2.0 if family == "gemma2" else None}
-    assert {layer.scale for layer in layers} == {1 / 3 if family == "gemma2" else 1 / 4}
+    assert {layer.scale for layer in layers} == {1 / 3 if family.startswith("gemma") else 1 / 4}
     for index, layer in enumerate(layers):
         if family == "gpt_oss":
             assert layer.sinks is not None
@@ -149,8 +100,10 @@ def test_layers_of_several_shapes_are_refused() -> None:
         layers_of(model)
 
 
-def test_a_call_without_a_step_says_what_is_missing() -> None:
+@torch.inference_mode()
+def test_a_model_of_the_engine_also_runs_without_it() -> None:
     model = make(CONFIGS["llama"])
+    ids = torch.randint(96, (1, 13))
+    expected = model(input_ids=ids).logits
     layers_of(model)
-    with pytest.raises(ArgumentError, match="pageant_step"):
-        model(input_ids=torch.zeros(1, 3, dtype=torch.int64))
+    torch.testing.assert_close(model(input_ids=ids).logits, expected, atol=1e-3, rtol=1e-4)

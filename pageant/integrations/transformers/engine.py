@@ -1,7 +1,7 @@
-"""Pageant as an attention implementation of transformers models, under the name "pageant".
+"""How Pageant's own engine runs a transformers model: paged caches, one plan a step.
 
-Model layers call ``attention`` once RoPE is applied. What it needs of the step (plan, caches,
-layers) travels as the keyword ``pageant_step`` through ``model.forward`` to every layer:
+Model layers call an attention function once RoPE is applied. What it needs of the step (plan,
+caches, layers) travels as the keyword ``pageant_step`` through ``model.forward`` to every layer:
 
     shape, layers = layers_of(model)              # once; switches the model to "pageant"
     model(input_ids=[1, T], position_ids=[1, T], use_cache=False,
@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from transformers import AttentionInterface
 
 from pageant.api import Attention
 from pageant.cache.pages import PagedCache
@@ -41,32 +40,6 @@ class LayerCall(Protocol):
         **features: Any,
     ) -> torch.Tensor:
         """Out [T, Hq, Dv] of query [T, Hq, D], key [T, Hkv, D] and value [T, Hkv, Dv]."""
-
-
-def attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    pageant_step: LayerCall | None = None,
-    **features: Any,
-) -> tuple[torch.Tensor, None]:
-    """The function transformers calls: query [1, Hq, T, D], key and value [1, Hkv, T, D or Dv].
-
-    Returns:
-        Out [1, T, Hq, Dv], and None in place of the weights.
-    """
-    if pageant_step is None:
-        raise bad("pageant_step", None, "a Step, passed to model.forward")
-    if attention_mask is not None or query.shape[0] != 1:
-        raise bad("attention_mask", "given or batched", "one packed row without a mask")
-    rows = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
-    return pageant_step(module.layer_idx, *rows, **features)[None], None
-
-
-AttentionInterface.register(NAME, attention)
 
 
 @dataclass(frozen=True)
@@ -94,6 +67,17 @@ class Step:
         return out
 
 
+def layer_of(features: dict[str, Any]) -> Layer:
+    """What a layer passes to its attention function, in our words."""
+    sinks = features.get("s_aux")
+    return Layer(
+        scale=features.get("scaling"),
+        window=features.get("sliding_window"),
+        soft_cap=features.get("softcap"),
+        sinks=None if sinks is None else sinks.detach().float(),
+    )
+
+
 @dataclass
 class _Probe:
     """Notes what each layer passes to its attention function."""
@@ -109,13 +93,7 @@ class _Probe:
         value: torch.Tensor,
         **features: Any,
     ) -> torch.Tensor:
-        sinks = features.get("s_aux")
-        self.layers[layer_index] = Layer(
-            scale=features.get("scaling"),
-            window=features.get("sliding_window"),
-            soft_cap=features.get("softcap"),
-            sinks=None if sinks is None else sinks.detach().float(),
-        )
+        self.layers[layer_index] = layer_of(features)
         shape = Shape(
             num_q_heads=query.shape[1],
             num_kv_heads=key.shape[1],

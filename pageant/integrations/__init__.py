@@ -1,0 +1,1 @@
+"""Adapters: Pageant as the attention of other libraries. Each file needs its library."""
