@@ -32,7 +32,7 @@ def on_ranks(world: int) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_text_is_that_of_one_rank(smollm2: LoadedModel, world: int) -> None:
     plain = EngineConfig(prefix_cache=False, options=Options(cascade=False))
     want = [
