@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import event, given
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 import pageant
@@ -45,6 +45,7 @@ def merged(problem: Problem, world: int, interleave: int, kernels: str = "auto")
 
 
 @pytest.mark.usefixtures("_always")
+@settings(max_examples=2000)
 @given(
     st.one_of(cases(torch.float32), families(torch.float32)),
     st.integers(1, 8),
