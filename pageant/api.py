@@ -177,10 +177,9 @@ class Attention:
         Args:
             layers: those that will run; None: every combination of declared features, with scales
                 that are numbers.
-            cache: strided as theirs will be; None: as of `new_cache`.
+            cache: one of theirs; None: any of `new_cache`.
             progress: told how many kernels are ready, of how many.
         """
-        cache = self.new_cache(num_layers=1, num_pages=1)[0] if cache is None else cache
         warm_up(self, cache, layers, progress, forget=self._calls.known.clear)
 
     @never_compiled

@@ -55,6 +55,7 @@ class Case:
     # (an earlier request, tokens) of each: their pages are the first of its own as well.
     prefixes: tuple[tuple[int, int], ...] = ()
     query_scale: float | None = None
+    score_scale: float | None = None
 
     def count_features(self) -> int:
         """How many things beside plain causal attention this case combines."""
@@ -74,6 +75,7 @@ class Case:
             self.memory not in ("LBHNC", "separate"),
             self.swizzled,
             self.query_scale is not None,
+            self.score_scale is not None,
         )
         return sum(on)
 
@@ -257,8 +259,9 @@ def build(case: Case, kernels: str = "auto") -> Problem:
 
 def _layer(case: Case, shape: pageant.Shape, rng: torch.Generator) -> pageant.Layer:
     heads = shape.num_q_heads
+    scale = 1.3 * shape.head_dim**-0.5 if case.scales else None
     return pageant.Layer(
-        scale=1.3 * shape.head_dim**-0.5 if case.scales else None,
+        scale=scale if case.score_scale is None else case.score_scale,
         window=case.window,
         soft_cap=case.soft_cap,
         # Not so large that outputs would be subnormal in float16.

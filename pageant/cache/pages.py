@@ -55,6 +55,15 @@ class LayerCache:
         return tuple([part for part in parts if part is not None])
 
     @property
+    def is_far(self) -> bool:
+        """Whether some element, or scale, lies 2**31 or more from its tensor's first."""
+        return any(
+            sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True))
+            >= 1 << 31
+            for part in self.tensors
+        )
+
+    @property
     def num_pages(self) -> int:
         """P: pages of the pool."""
         return self.k.shape[0]

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -94,9 +95,25 @@ def scales_of(shape: Shape, layer: Layer, tokens: int, device: torch.device) -> 
     return torch.zeros(tokens, blocks, device=device).to(torch.float8_e4m3fn)
 
 
+class _FarCache(LayerCache):
+    """Passes for one of 2**31 elements or more."""
+
+    @property
+    def is_far(self) -> bool:
+        return True
+
+
+def caches_of(attn: Any) -> list[LayerCache]:
+    """New caches of every kind: small ones, and where code differs, what passes for a large one."""
+    cache = attn.new_cache(num_layers=1, num_pages=1)[0]
+    if not attn.explain().rows["decode"].is_planned_on_device:
+        return [cache]
+    return [cache, _FarCache(**{part.name: getattr(cache, part.name) for part in fields(cache)})]
+
+
 def warm_up(
     attn: Any,
-    cache: LayerCache,
+    cache: LayerCache | None,
     layers: Iterable[Layer] | None,
     progress: Progress | None,
     forget: Callable[[], None],
@@ -119,21 +136,21 @@ def warm_up(
         layers, lses = [one for one in layers if one.out_format == "model"], (True,)
     tokens = min(answer.decode_threshold + 1, limits.max_tokens, limits.max_seq_len)
     tokens = min(tokens, limits.max_cached_tokens or tokens)
-    on_device = answer.rows["decode"].is_planned_on_device
+    caches = caches_of(attn) if cache is None else [cache]
     with ExitStack() as stack:
         stack.callback(forget)
-        if on_device:
+        if answer.rows["decode"].is_planned_on_device:
             stack.enter_context(_compiling(progress))
         for batch in batches_of(attn.features, tokens, place, shares=answer.shares_prefixes):
             plan = attn.plan(batch)
             k = torch.zeros(tokens, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype)
             v = torch.zeros(tokens, shape.num_kv_heads, shape.value_dim, dtype=shape.dtype)
-            for layer in layers:
-                attn.write(plan, cache, k.to(place), v.to(place), layer)
+            for layer, kv in itertools.product(layers, caches):
+                attn.write(plan, kv, k.to(place), v.to(place), layer)
                 to = {"out_scales": scales_of(shape, layer, tokens, place)}
                 for q in queries_of(shape, layer, tokens, place):
                     for lse in lses:
-                        attn.run(plan, q, cache, layer, **to, return_lse=lse)
+                        attn.run(plan, q, kv, layer, **to, return_lse=lse)
 
 
 @contextmanager

@@ -46,7 +46,8 @@ class Tile:
 class Rule:
     """The sizes for rows of at most `dim` elements of `itemsize` bytes, in `shared_kib`.
 
-    The device's compute capability is `capability` or more.
+    The device's compute capability is `capability` or more; the cache stores an element in at most
+    `bits`.
     """
 
     dim: int
@@ -58,6 +59,7 @@ class Rule:
     stages: int
     shares: int = 1
     capability: int = 0
+    bits: int = 32
 
 
 # Of the rules that hold a key or value (a power of 2 of elements), an element of the products'
@@ -68,6 +70,9 @@ class Rule:
 # sums were wrong where rows of up to 32 values are widened first.
 DECODE: tuple[Rule, ...] = (
     Rule(dim=64, itemsize=2, shared_kib=163, rows=32, block=128, warps=4, stages=3, shares=2),
+    Rule(
+        dim=128, itemsize=2, shared_kib=163, rows=16, block=32, warps=4, stages=3, shares=4, bits=4
+    ),
     Rule(dim=128, itemsize=2, shared_kib=163, rows=16, block=64, warps=2, stages=3, shares=4),
     Rule(dim=128, itemsize=2, shared_kib=163, rows=32, block=64, warps=4, stages=3, shares=3),
     Rule(dim=256, itemsize=2, shared_kib=163, rows=32, block=32, warps=4, stages=3, shares=2),
@@ -80,12 +85,12 @@ DECODE: tuple[Rule, ...] = (
     Rule(dim=512, itemsize=4, shared_kib=64, rows=16, block=16, warps=8, stages=1, shares=1),
 )
 PREFILL: tuple[Rule, ...] = (
-    Rule(dim=64, itemsize=2, shared_kib=227, rows=128, block=128, warps=8, stages=3),
+    Rule(dim=64, itemsize=2, shared_kib=227, rows=128, block=128, warps=4, stages=2),
     Rule(
         dim=128, itemsize=2, shared_kib=227, rows=128, block=64, warps=8, stages=2, capability=100
     ),
     Rule(dim=128, itemsize=2, shared_kib=227, rows=128, block=128, warps=8, stages=2),
-    Rule(dim=256, itemsize=2, shared_kib=227, rows=128, block=32, warps=8, stages=2),
+    Rule(dim=256, itemsize=2, shared_kib=227, rows=128, block=64, warps=8, stages=2),
     Rule(dim=64, itemsize=2, shared_kib=163, rows=64, block=64, warps=4, stages=3),
     Rule(dim=128, itemsize=2, shared_kib=163, rows=64, block=64, warps=4, stages=2),
     Rule(dim=256, itemsize=2, shared_kib=163, rows=64, block=32, warps=8, stages=2),
@@ -100,16 +105,26 @@ PREFILL: tuple[Rule, ...] = (
 
 
 def operand_dtype(model: torch.dtype, fmt: Format) -> torch.dtype:
-    """In what both products are computed: the model's type, or float32 where a key needs more.
+    """In what both products are computed: what holds every key exactly, at least cost.
+
+    Codes whose scale is the layer's, or a block's, are float16 numbers; rows that have a scale each
+    are not, once it multiplies. A bfloat16 query becomes float16 row by row, see
+    ``kernels/triton/attention_tile.py``.
 
     >>> from pageant.cache.formats import FORMATS
     >>> operand_dtype(torch.bfloat16, FORMATS["fp8_e4m3"])
+    torch.float16
+    >>> operand_dtype(torch.bfloat16, FORMATS["int8"])
     torch.bfloat16
-    >>> operand_dtype(torch.bfloat16, FORMATS["fp16"])
+    >>> operand_dtype(torch.float16, FORMATS["bf16"])
     torch.float32
     """
-    fits = fmt.quantized or fmt.element_dtype == model
-    return model if fits else torch.float32
+    if fmt.quantized and model != torch.float32:
+        has_row_scales = fmt.scale_dtype is not None and not fmt.scale_block
+        return model if has_row_scales else torch.float16
+    if model == torch.bfloat16 and fmt.element_dtype == torch.float16:
+        return torch.float16
+    return model if fmt.quantized or fmt.element_dtype == model else torch.float32
 
 
 def tile_for(phase: Phase, shape: Shape, fmt: Format, device: Device, tokens: int) -> Tile:
@@ -137,6 +152,7 @@ def tile_for(phase: Phase, shape: Shape, fmt: Format, device: Device, tokens: in
         and itemsize <= rule.itemsize
         and rule.shared_kib * KIB <= device.shared_memory_bytes
         and rule.capability <= device.capability
+        and fmt.bits <= rule.bits
     ]
     # A larger rule of the same width, never one for wider rows.
     fitting = [rule for rule in fitting if rule.dim == fitting[0].dim]

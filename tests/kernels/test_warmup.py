@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import pageant
+from pageant.device import Device
 from pageant.kernels import warmup
 from pageant.plan.batch import Batch
 
@@ -73,6 +74,15 @@ def test_ranks_and_formats(others: dict[str, object]) -> None:
     attn = attention(**others)
     attn.warmup()
     assert not attn._calls.known
+
+
+def test_caches_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    attn = attention()
+    assert [one.is_far for one in warmup.caches_of(attn)] == [False]
+    monkeypatch.setattr(Device, "detect", lambda _device: Device.of("sm90"))
+    small, large = warmup.caches_of(attention())
+    assert [small.is_far, large.is_far] == [False, True]
+    assert small.k is large.k
 
 
 def test_few_cached_tokens() -> None:

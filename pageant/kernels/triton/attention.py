@@ -22,6 +22,7 @@ from pageant.cache.formats import Format
 from pageant.cache.pages import Side
 from pageant.kernels.call import AttentionCall
 from pageant.kernels.triton import attention_tile as tiles
+from pageant.kernels.triton import attention_tile_keys as keys
 from pageant.kernels.triton.attention_tile import LOG2_E, Variant, attend, blocks_of, finish
 from pageant.kernels.triton.common.widen import PLAIN, kind_of
 from pageant.plan.bound import Bound, unchanged
@@ -376,8 +377,9 @@ def _variant(call: AttentionCall, tile: Tile, *, in_parts: bool) -> Variant:
     _, page_size, kv_heads, _ = call.cache.k.shape
     heads, dim = call.q.shape[1:]
     value_dim = call.out.shape[2]
-    by_row = tiles.ROW_SCALES.value if fmt.scale_dtype is not None else tiles.NO_SCALES.value
-    scales = tiles.BLOCK_SCALES.value if fmt.scale_block else by_row
+    scales = keys.NO_SCALES if fmt.scale_dtype is None else keys.ROW_SCALES
+    if fmt.scale_block:
+        scales = keys.BLOCK_SCALES
     least = 2 * fmt.scale_block or 16  # Triton 3.6 mixes up scales if a row has one block
     return Variant(
         tokens=tile.tokens,
@@ -393,8 +395,8 @@ def _variant(call: AttentionCall, tile: Tile, *, in_parts: bool) -> Variant:
         padded_value_dim=max(least, 64 if tile.rows >= 64 else 0, power_of_2(value_dim)),
         kind=kind_of(fmt),
         native=tile.native_fp8,
-        scales=scales,
-        value_scales=tiles.SWIZZLED_SCALES.value if values.is_swizzled else scales,
+        scales=scales.value,
+        value_scales=(keys.SWIZZLED_SCALES if values.is_swizzled else scales).value,
         dtype=DTYPES[operand_dtype(call.q.dtype, fmt)],
         causal=_causality(call),
         draft_mask=call.draft_mask is not None,
@@ -403,6 +405,7 @@ def _variant(call: AttentionCall, tile: Tile, *, in_parts: bool) -> Variant:
         alibi=params.alibi_slopes is not None,
         world=call.shard.world,
         in_parts=in_parts,
+        is_far=call.cache.is_far,
     )
 
 

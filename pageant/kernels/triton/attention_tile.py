@@ -14,12 +14,14 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from pageant.kernels.triton.common.widen import E2M1, widen, widen_blocks
+from pageant.kernels.triton.attention_tile_keys import ROW_SCALES, places_of, rows_of
+from pageant.kernels.triton.common.widen import BLOCKS_FACTOR, E2M1
 from pageant.plan.on_device import held
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-NO_SCALES, ROW_SCALES, BLOCK_SCALES, SWIZZLED_SCALES = (tl.constexpr(kind) for kind in range(4))
+HALF_SHIFT = tl.constexpr(12)  # weights in float16 are 2 ** 12 as large: the small ones are normal
+HALF_EXPONENT = tl.constexpr(13)  # of the largest element of a bfloat16 row that becomes float16
 NON_CAUSAL, CAUSAL, CAUSAL_BY_REQUEST = (tl.constexpr(kind) for kind in range(3))
 
 
@@ -40,6 +42,7 @@ class Variant:
         draft_mask, window, cap, alibi: whether there are such.
         world: ranks that share the keys.
         in_parts: whether blocks that all rows see whole go by in a loop of their own.
+        is_far: whether addresses in the cache take 64 bits.
     """
 
     tokens: int
@@ -65,6 +68,7 @@ class Variant:
     alibi: bool
     world: int
     in_parts: bool
+    is_far: bool
 
 
 @triton.jit
@@ -74,73 +78,6 @@ def position_of(keys, shard, WORLD: tl.constexpr):
         return keys
     rank, interleave = shard
     return (keys // interleave * WORLD + rank) * interleave + keys % interleave
-
-
-@triton.jit
-def _rows_of(
-    side,
-    page,
-    row,
-    head,
-    live,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    KIND: tl.constexpr,
-    SCALES: tl.constexpr,
-    NATIVE: tl.constexpr,
-    MASKED: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Keys or values of a block [BLOCK, PADDED], and their rows' scales (or 1); 0 where not live.
-
-    Args:
-        side: elements, scales; strides of page, token and head in elements, then in scales.
-        page, row: int64 and int32 [BLOCK], where each key lies.
-        head: kv head.
-        live: bool [BLOCK].
-        SIZE, PADDED: elements of a row, and the next power of 2.
-        KIND, NATIVE: see `widen`.
-        SCALES: how scales are stored.
-        MASKED: whether any key may not be live.
-        DTYPE: of the numbers.
-    """
-    elements, scales, strides, scale_strides = side
-    at = page * strides[0] + head * strides[2] + row * strides[1]
-    PER_BYTE: tl.constexpr = 2 if KIND == E2M1 else 1
-    column = tl.arange(0, PADDED // PER_BYTE)
-    codes_at = elements + at[:, None] + column[None, :]
-    inside = column[None, :] < SIZE // PER_BYTE
-    if MASKED and SIZE != PADDED:
-        codes = tl.load(codes_at, mask=live[:, None] & inside, other=0)
-    elif MASKED:
-        codes = tl.load(codes_at, mask=live[:, None], other=0)
-    elif SIZE != PADDED:
-        codes = tl.load(codes_at, mask=inside, other=0)
-    else:
-        codes = tl.load(codes_at)
-    row_scale = 1.0
-    if SCALES == ROW_SCALES:
-        scales_at = scales + page * scale_strides[0] + head * scale_strides[2]
-        scales_at += row * scale_strides[1]
-        row_scale = tl.load(scales_at, mask=live, other=0.0)
-    if KIND != E2M1:
-        values = widen(codes, KIND, NATIVE, DTYPE)
-    else:
-        BLOCKS: tl.constexpr = (SIZE + 15) // 16
-        s = tl.arange(0, PADDED // 16)
-        if SCALES == SWIZZLED_SCALES:  # see ``pageant.cache.layout.swizzled``
-            QUARTER: tl.constexpr = BLOCKS // 4
-            line = (row // 4 * 4)[:, None] + (s // QUARTER)[None, :]
-            place = (s % QUARTER * 4)[None, :] + (row % 4)[:, None]
-        else:
-            line = row[:, None] + (s * 0)[None, :]
-            place = s[None, :] + (row * 0)[:, None]
-        in_page = (page * scale_strides[0] + head * scale_strides[2] + row * 0)[:, None]
-        scales_at = scales + in_page
-        scales_at += line.to(tl.int64) * scale_strides[1] + place
-        wanted = live[:, None] & (s < BLOCKS)[None, :]
-        values = widen_blocks(codes, tl.load(scales_at, mask=wanted, other=0), PADDED, DTYPE)
-    return values, row_scale
 
 
 @triton.jit
@@ -154,37 +91,17 @@ def _tanh(x):
 
 
 @triton.jit
-def _pages_of(
-    table, key, number, low, high, live,
-    BLOCK: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """int64 [BLOCK] or one number: the page of each key of a block; each id is loaded once."""
-    if PAGE % BLOCK == 0:
-        here = number * BLOCK
-        if MASKED:
-            is_live = (here < high) & (here + BLOCK > low)
-            page = tl.load(table + here // PAGE, mask=is_live, other=0)
-        else:
-            page = tl.load(table + here // PAGE)
-    elif MASKED:
-        page = tl.load(table + key // PAGE, mask=live, other=0)
-    else:
-        page = tl.load(table + key // PAGE)
-    return page.to(tl.int64)
-
-
-@triton.jit
 def _walk(
     state,
     begin,
     end,
     q,
+    factor,
     table,
     head,
     row,
     span,
     sides,
-    score,
     cap,
     masks,
     shard,
@@ -197,13 +114,14 @@ def _walk(
         state: acc float32 [rows, Dv], peak and total float32 [rows], in powers of 2.
         begin, end: numbers of blocks.
         q: [rows, D].
+        factor: float32 [rows], above 0: makes of q . k a score, as a power of 2.
         table: the request's page ids.
         head: kv head.
-        row: of each row, its position, its token (a row of the draft mask) and its slope.
+        row: of each row, its position, the last one it sees by its causality, its token (a row of
+            the draft mask) and its slope.
         span: first_new (position of the request's first new token), num_new, low and high (keys
-            of the rank that some row of the request sees), is_causal, window.
-        sides: keys and values, see `_rows_of`.
-        score: factor on q . k.
+            of the rank that some row of the request sees), window.
+        sides: keys and values, see `rows_of`.
         cap: of scores.
         masks: draft mask (or None) and its stride.
         shard: rank and interleave.
@@ -214,18 +132,23 @@ def _walk(
         The state after them.
     """
     BLOCK: tl.constexpr = C.block
-    PAGE: tl.constexpr = C.page_size
+    SHIFT: tl.constexpr = HALF_SHIFT if C.dtype == tl.float16 else 0
+    # One explicit instruction makes of a score, capped or not, what exp2 takes: so loops with a
+    # mask and without round alike. Slopes are added to scores before, likewise.
+    unit = factor
+    if C.cap:
+        unit = tl.zeros_like(factor) + cap * LOG2_E
     acc, peak, total = state
-    position, token, slope = row
-    first_new, num_new, low, high, is_causal, window = span
+    position, last, token, slope = row
+    first_new, num_new, low, high, window = span
     for number in tl.range(begin, end):
         key = number * BLOCK + tl.arange(0, BLOCK)
-        live = (key >= low) & (key < high)
-        page = _pages_of(table, key, number, low, high, live, BLOCK, PAGE, MASKED)
-        k, k_scale = _rows_of(
+        live = (key >= low) & (key < high) if C.window else key < high
+        page, in_page = places_of(table, number, key, low, high, live, C, MASKED)
+        k, k_scale = rows_of(
             sides[0],
             page,
-            key % PAGE,
+            in_page,
             head,
             live,
             C.dim,
@@ -239,39 +162,43 @@ def _walk(
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if C.scales == ROW_SCALES:
             s = s * k_scale[None, :]
-        if C.cap:
-            s = (cap * LOG2_E) * _tanh(s * score / cap)
-        else:
-            s = s * (score * LOG2_E)
         at = position_of(key, shard, C.world)
+        if C.cap:
+            s = _tanh(s * (factor * (LN_2 / cap))[:, None])
         if C.alibi:
-            s += slope[:, None] * (at[None, :] - position[:, None]).to(tl.float32)
+            bias = slope[:, None] * (at[None, :] - position[:, None]).to(tl.float32)
+            s = tl.fma(s, unit[:, None], bias)
         if MASKED:
-            seen = live[None, :]
             if C.draft_mask:
                 column = at - first_new
                 among = (column >= 0) & (column < num_new)
                 mask_at = masks[0] + token.to(tl.int64)[:, None] * masks[1] + column[None, :]
                 own = tl.load(mask_at, mask=(token >= 0)[:, None] & among[None, :], other=0)
-                seen = seen & ((column < 0)[None, :] | (own != 0))
-            elif C.causal == CAUSAL:
-                seen = seen & (at[None, :] <= position[:, None])
-            elif C.causal == CAUSAL_BY_REQUEST:
-                seen = seen & ((at[None, :] <= position[:, None]) | (is_causal == 0))
+                seen = live[None, :] & ((column < 0)[None, :] | (own != 0))
+            elif C.causal != NON_CAUSAL:
+                seen = at[None, :] <= last[:, None]
+            else:
+                seen = live[None, :]
             if C.window:
                 seen = seen & (at[None, :] > position[:, None] - window)
             s = tl.where(seen, s, float("-inf"))
             if C.draft_mask:
                 live = live & (tl.max(seen.to(tl.int32), 0) > 0)
-        new_peak = tl.maximum(peak, tl.max(s, 1))
+        highest = tl.max(s, 1)
+        if not C.alibi:
+            highest = highest * unit
+        new_peak = tl.maximum(peak, highest - SHIFT)
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        p = tl.exp2(s - base[:, None])
+        if C.alibi:
+            p = tl.exp2(s - base[:, None])
+        else:
+            p = tl.exp2(tl.fma(s, unit[:, None], -base[:, None]))
         decay = tl.exp2(peak - base)
         total = total * decay + tl.sum(p, 1)
-        v, v_scale = _rows_of(
+        v, v_scale = rows_of(
             sides[1],
             page,
-            key % PAGE,
+            in_page,
             head,
             live,
             C.value_dim,
@@ -291,6 +218,26 @@ def _walk(
         acc = tl.dot(p.to(C.dtype), v, acc * decay[:, None], input_precision="ieee")
         peak = new_peak
     return acc, peak, total
+
+
+@triton.jit
+def _as_operand(q, factor, C: tl.constexpr):
+    """Rows of q in the products' type, and the factors [rows] that make up for it.
+
+    Factors become positive, or 1 for rows of 0: then the largest product is the largest score. A
+    row of bfloat16 becomes float16 by a power of 2 that leaves its largest element below 2 ** 14;
+    what this rounds is 2 ** -28 of that or less.
+    """
+    ROWS: tl.constexpr = C.rows
+    sign = tl.where(factor == 0, 0.0, tl.where(factor < 0, -1.0, 1.0))
+    wide = q.to(tl.float32) * sign
+    factor = tl.where(factor == 0, 1.0, factor * sign) + tl.zeros([ROWS], tl.float32)
+    if C.dtype == tl.float16 and q.dtype != tl.float16:
+        bits = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) >> 23
+        bits = tl.maximum(bits, 64)  # exponent + 127
+        wide *= ((254 - bits + HALF_EXPONENT) << 23).to(tl.float32, bitcast=True)[:, None]
+        factor *= ((bits - HALF_EXPONENT) << 23).to(tl.float32, bitcast=True)
+    return wide.to(C.dtype), factor
 
 
 @triton.jit
@@ -328,7 +275,7 @@ def attend(
         q: pointer, and strides of token and head.
         starts, lens: int32 [R + 1] and [R]: first tokens and key counts.
         pages: page table and its stride.
-        sides: keys and values, see `_rows_of`.
+        sides: keys and values, see `rows_of`.
         causal: bool [R], or None.
         masks: draft mask bool [T, M] (or None) and its stride.
         slopes: float32 [Hq], or None.
@@ -362,7 +309,7 @@ def attend(
         source = tl.load(gathered[0] + token, mask=exists, other=0).to(tl.int64)
     d = tl.arange(0, PADDED)
     q_at = q[0] + (source * q[1] + query_head * q[2])[:, None] + d[None, :]
-    query = tl.load(q_at, mask=exists[:, None] & (d < C.dim)[None, :], other=0.0).to(C.dtype)
+    query = tl.load(q_at, mask=exists[:, None] & (d < C.dim)[None, :], other=0.0)
     slope = tl.zeros([ROWS], tl.float32)
     if slopes is not None:
         slope = tl.load(slopes + query_head, mask=exists, other=0.0) * LOG2_E
@@ -371,6 +318,9 @@ def attend(
         score *= tl.load(factors[0]).to(tl.float32)
     if factors[1] is not None:
         score *= tl.load(factors[1]).to(tl.float32)
+    if C.kind == E2M1:
+        score *= BLOCKS_FACTOR
+    query, factor = _as_operand(query, score * LOG2_E, C)
     is_causal = 1
     if C.causal == CAUSAL_BY_REQUEST:
         is_causal = tl.load(causal + request).to(tl.int32)
@@ -382,20 +332,21 @@ def attend(
     position = first_new + own
     if gathered is not None:
         position = tl.load(gathered[1] + token, mask=exists, other=0)
+    last = tl.where(is_causal != 0, position, n - 1)
     masked_row = tl.where(exists, start + own, -1)
-    row = (position, masked_row, slope)
-    span = (first_new, num_new, low, high, is_causal, window)
+    row = (position, last, masked_row, slope)
+    span = (first_new, num_new, low, high, window)
     acc = tl.zeros([ROWS, VALUES], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     state = (acc, peak, total)
     if gathered is not None:
         acc, peak, total = _walk(
-            state, begin, end, query, table, head, row, span, sides, score, cap, masks, shard, C,
+            state, begin, end, query, factor, table, head, row, span, sides, cap, masks, shard, C,
             False,
         )  # fmt: skip
     elif C.in_parts:
-        last = tl.minimum(first_token + C.tokens, num_new) - 1
+        last_token = tl.minimum(first_token + C.tokens, num_new) - 1
         whole = high
         if C.draft_mask:
             whole = held(tl.maximum(first_new, 0), shard, C.world)
@@ -404,27 +355,30 @@ def attend(
             whole = tl.where(is_causal != 0, tl.minimum(whole, high), high)
         middle = begin
         if C.window:
-            first = held(tl.maximum(first_new + last - window + 1, 0), shard, C.world)
+            first = held(tl.maximum(first_new + last_token - window + 1, 0), shard, C.world)
             middle = tl.maximum((first + BLOCK - 1) // BLOCK, begin + 1)
             state = _walk(
-                state, begin, middle, query, table, head, row, span, sides, score, cap, masks,
+                state, begin, middle, query, factor, table, head, row, span, sides, cap, masks,
                 shard, C, True,
             )  # fmt: skip
         masked = tl.maximum(whole // BLOCK, middle)
         state = _walk(
-            state, middle, masked, query, table, head, row, span, sides, score, cap, masks, shard,
+            state, middle, masked, query, factor, table, head, row, span, sides, cap, masks, shard,
             C, False,
         )  # fmt: skip
         acc, peak, total = _walk(
-            state, masked, tl.maximum(end, masked + 1), query, table, head, row, span, sides,
-            score, cap, masks, shard, C, True,
+            state, masked, tl.maximum(end, masked + 1), query, factor, table, head, row, span,
+            sides, cap, masks, shard, C, True,
         )  # fmt: skip
     else:
         acc, peak, total = _walk(
-            state, begin, tl.maximum(end, begin + 1), query, table, head, row, span, sides, score,
+            state, begin, tl.maximum(end, begin + 1), query, factor, table, head, row, span, sides,
             cap, masks, shard, C, True,
         )  # fmt: skip
-    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    share = 1.0 / tl.where(total > 0, total, 1.0)
+    if C.kind == E2M1:
+        share *= BLOCKS_FACTOR
+    out = acc * share[:, None]
     out = tl.where((peak == float("-inf"))[:, None], 0.0, out)
     lse = tl.where(peak == float("-inf"), peak, peak + tl.log2(total))
     return out, lse, token, query_head, exists

@@ -17,7 +17,7 @@ import triton.language as tl
 from pageant.cache.pages import LayerCache, Side
 from pageant.kernels.triton.common.encode import cast, load_scale
 from pageant.kernels.triton.common.scalars import kernel_scale
-from pageant.kernels.triton.common.widen import E2M1, kind_of, widen, widen_blocks
+from pageant.kernels.triton.common.widen import BLOCKS_FACTOR, E2M1, kind_of, widen, widen_blocks
 from pageant.types import Scalar
 
 PROGRAM = 4096  # elements
@@ -123,7 +123,7 @@ def _side(
                 mask=live[:, None] & (block < COUNT),
                 other=0,
             )
-            values = widen_blocks(codes, stored, WIDTH, tl.float32)
+            values = widen_blocks(codes, stored, WIDTH).to(tl.float32) * BLOCKS_FACTOR
         else:
             codes = tl.load(at + d, mask=inside, other=0)
             values = widen(codes, KIND, False, tl.float32)

@@ -5,16 +5,37 @@ The interpreter computes bfloat16 wrongly, so cases are of the other types; a GP
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 
 import pageant
 from pageant.cache.formats import resolve
 from pageant.device import Device
+from pageant.kernels.triton.attention_tile import _as_operand
 from tests.inputs import Case, build, cases
+
+
+@dataclass(frozen=True)
+class HALF:
+    """What of a variant decides about operands."""
+
+    rows: int
+    dtype: tl.dtype = tl.float16
+
+
+@triton.jit
+def call_as_operand(q, operand, factors, factor, C: tl.constexpr, DIM: tl.constexpr):
+    row = tl.arange(0, C.rows)
+    at = row[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    rows, found = _as_operand(tl.load(q + at), factor, C)
+    tl.store(operand + at, rows)
+    tl.store(factors + row, found)
+
 
 FEW_SHARES = replace(Device.of("sm80"), num_sms=2)
 
@@ -100,6 +121,35 @@ def test_invariant_mode_ignores_the_batch() -> None:
     assert torch.equal(attn.run(attn.plan(chunk), rows, kv[0])[:7], want[:7])
     last = pageant.Batch.from_lengths([1], [150], pages[:1], page_size=16)
     assert torch.equal(attn.run(attn.plan(last), q[-1:], kv[0])[0], want[-1])
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.7])
+def test_scores_may_be_turned_around_or_all_equal(scale: float) -> None:
+    @settings(max_examples=8, suppress_health_check=list(HealthCheck))
+    @given(cases(torch.float16).filter(is_served))
+    def equal(case: Case) -> None:
+        build(replace(case, score_scale=scale)).check()
+
+    equal()
+
+
+def test_addresses_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pageant.LayerCache, "is_far", True)
+    prove(torch.float16, 70, examples=12)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_bfloat16_rows_become_float16_whatever_their_size(size: float) -> None:
+    """As far as the interpreter's bfloat16 goes: conversions from and to it."""
+    rows, dim = 16, 32
+    q = (torch.randn(rows, dim) * size).bfloat16()
+    q[3], q[5, 1:] = 0, 0
+    got = torch.zeros(rows, dim, dtype=torch.float16)
+    factors = torch.zeros(rows)
+    call_as_operand[(1,)](q, got, factors, -0.5, HALF(rows=rows), dim)
+    assert got.isfinite().all()
+    assert (factors > 0).all()
+    torch.testing.assert_close(got.double() * factors[:, None].double(), q.double() * -0.5)
 
 
 def test_a_query_in_fp8_may_be_packed_or_not() -> None:
