@@ -324,7 +324,7 @@ class _Decode(_Phase):
         self.walk = Bound(
             _decode, (*self.rows(call, unchanged), *self.results(call, unchanged), *args),
             call.q.device, num_warps=_walkers(self.tile, self.variant),
-            num_stages=self.tile.stages,
+            num_stages=_ahead(self.tile, self.variant),
         )  # fmt: skip
         self.args, self.grid = self.walk.raw(args), (work.shares.shape[0], 1, 1)
 
@@ -348,7 +348,14 @@ def _walkers(tile: Tile, variant: Variant) -> int:
     bends_scores = variant.cap or variant.alibi
     if variant.draft_mask and (variant.window or bends_scores):
         return max(8, tile.warps)
+    if is_widened and tile.rows >= 64:  # a tile of prefill, over keys that requests share
+        return max(8, tile.warps)
     return max(4, tile.warps) if is_widened or variant.draft_mask or bends_scores else tile.warps
+
+
+def _ahead(tile: Tile, variant: Variant) -> int:
+    """Blocks of keys on their way in a decode: one where the scores leave no registers for more."""
+    return 1 if tile.rows >= 128 and variant.cap and variant.alibi else tile.stages
 
 
 class _Prefill(_Phase):
