@@ -15,6 +15,7 @@ from pageant.plan.bound import Bound
 from pageant.plan.buffers import PlanBuffers, Workspace
 from pageant.plan.build import Plan, Planner
 from pageant.plan.copies import BatchCopy, DeviceWrites
+from pageant.plan.hopper_tiles import hopper_tile
 from pageant.plan.inputs import resolve_layer
 from pageant.plan.mistakes import check_host, traits_of
 from pageant.plan.on_device import ITEM, Cut, draw_trees, plan_step
@@ -90,6 +91,8 @@ class DevicePlanner(Planner):
         self.tiles: dict[Phase, Tile] = {
             phase: tile_for(phase, shape, fmt, device, self.decode_threshold) for phase in PHASES
         }
+        if self.chosen.rows["decode"].tiles == "hopper":
+            self.tiles["decode"] = hopper_tile(shape, fmt, device, self.decode_threshold)
         tile = self.tiles["decode"]
         self.units = tile.units(shape)
         requests = min(limits.max_requests, limits.max_tokens)

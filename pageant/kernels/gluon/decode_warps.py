@@ -1,0 +1,651 @@
+"""What the warps of a decode do: one copies pages ahead, each other attends to one kv head.
+
+Operands are swapped: scores are keys times queries, [tokens, columns], and the output is values
+times weights, [elements, columns], so a softmax over tokens stays within a warp, and the keys, of
+which there are many, fill the side of the product that cannot be small. A column is a token and a
+query head of its group: column c is token c // HEADS of the tile, head c % HEADS of it.
+
+A program's tiles follow each other through one ring of stages: while the last keys of a tile are
+multiplied, the first of the next are under way. A stage holds `tokens` keys and values for each
+warp. Where fewer kv heads than warps are computed together, warps share a head: each takes its part
+of every stage's tokens, and in the end their results are folded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from pageant.kernels.gluon.common.widen import (
+    E2M1,
+    E2M1_FACTOR,
+    PLAIN,
+    element_of,
+    widen_keys,
+    widen_two,
+    widen_values,
+)
+from pageant.plan.on_device import BEGIN, END, ITEM, PARTIAL, REQUEST, UNIT
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+LOWEST = gl.constexpr(-(2.0**100))  # below every score, and no sum with it is infinite
+NO_SCALES, ROW_SCALES, BLOCK_SCALES = (gl.constexpr(kind) for kind in range(3))
+NON_CAUSAL, CAUSAL, CAUSAL_BY_REQUEST = (gl.constexpr(kind) for kind in range(3))
+TURN = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
+AT_ONCE = gl.constexpr(16)  # page ids looked up together
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What is compiled into a kernel; two that are equal share their code.
+
+    Attributes:
+        kv_heads: computed together; a power of 2.
+        groups: warps that share a kv head.
+        tokens: keys of a stage for each warp.
+        columns: of a tile, a power of 2.
+        stages: of the ring.
+        page_size, box: tokens of a page, and of what one copy brings of it, a power of 2.
+        heads, query_tokens: of a tile.
+        all_kv_heads, group: Hkv, and query heads of a kv head.
+        dim, value_dim: D and Dv.
+        words, value_words: of 16 bits, of a key and of a value, the next powers of 2.
+        planes: codes of a word.
+        kind, scales: how the cache stores elements and scales.
+        blocks, value_blocks: stored scales of a row, where there are several.
+        dtype: of both products' operands.
+        causal: NON_CAUSAL, CAUSAL, or CAUSAL_BY_REQUEST.
+        draft_mask, window, cap, alibi: whether there are such.
+        world: ranks that share the keys.
+    """
+
+    kv_heads: int
+    groups: int
+    tokens: int
+    columns: int
+    stages: int
+    page_size: int
+    box: int
+    heads: int
+    query_tokens: int
+    all_kv_heads: int
+    group: int
+    dim: int
+    value_dim: int
+    words: int
+    value_words: int
+    planes: int
+    kind: int
+    scales: int
+    blocks: int
+    value_blocks: int
+    dtype: gl.dtype
+    causal: int
+    draft_mask: bool
+    window: bool
+    cap: bool
+    alibi: bool
+    world: int
+
+    @property
+    def warps(self) -> int:
+        """That compute."""
+        return self.kv_heads * self.groups
+
+    @property
+    def block(self) -> int:
+        """Keys of a stage."""
+        return self.groups * self.tokens
+
+    @property
+    def boxes(self) -> int:
+        """Copies of keys a stage."""
+        return self.block // self.box
+
+    @property
+    def pieces(self) -> int:
+        """Tiles that the query heads of a group are spread over."""
+        return -(-self.group // self.heads)
+
+    @property
+    def units(self) -> int:
+        """Tiles that a tile's tokens are spread over."""
+        return self.all_kv_heads // self.kv_heads * self.pieces
+
+    @property
+    def bytes(self) -> int:
+        """Of a stage."""
+        rows = self.kv_heads * self.block
+        scales = {0: 0, 1: 8, 2: self.blocks + self.value_blocks}[self.scales]
+        return rows * (2 * self.words + 2 * self.value_words + scales)
+
+
+@gluon.jit
+def _held(tokens, shard, WORLD: gl.constexpr):
+    """How many of a sequence's first tokens the rank holds; see ``ContextParallel.count``."""
+    if WORLD == 1:
+        return tokens
+    else:
+        rounds = tokens // (shard[1] * WORLD) * shard[1]
+        rest = tokens - rounds * WORLD - shard[0] * shard[1]
+        return rounds + gl.minimum(gl.maximum(rest, 0), shard[1])
+
+
+@gluon.jit
+def _position_of(keys, shard, WORLD: gl.constexpr):
+    """Where in the sequence the rank's keys stand; see ``ContextParallel.position``."""
+    if WORLD == 1:
+        return keys
+    else:
+        return (keys // shard[1] * WORLD + shard[0]) * shard[1] + keys % shard[1]
+
+
+@gluon.jit
+def _place(unit, C: gl.constexpr):
+    """A unit's first kv head, its first query head in each group, and its first token."""
+    SETS: gl.constexpr = C.all_kv_heads // C.kv_heads
+    piece = unit // SETS
+    first_head = piece % C.pieces * C.heads
+    return unit % SETS * C.kv_heads, first_head, piece // C.pieces * C.query_tokens
+
+
+@gluon.jit
+def _range_of(item):
+    """First block and the one after the last: one at least, so that no loop is left out."""
+    begin = gl.load(item + BEGIN)
+    return begin, gl.maximum(gl.load(item + END), begin + 1)
+
+
+@gluon.jit
+def _next(stage, phase, STAGES: gl.constexpr):
+    wraps = stage + 1 == STAGES
+    return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def copy_ahead(
+    keys, values, key_scales, value_scales, key_boxes, value_boxes, key_scale_boxes,
+    value_scale_boxes, full, empty, table, table_step, items, shares, lens, shard,
+    C: gl.constexpr,
+):  # fmt: skip
+    """Copy the keys and values of a share's tiles, in order, as stages become free.
+
+    Of a page past a request's last one no id is read; rows past its end are copied, and masked
+    where they are used.
+
+    Args:
+        keys, values: descriptors of [P, Hkv, N, words], in boxes [1, kv_heads, box, words].
+        key_scales, value_scales: descriptors of [P, Hkv, N * blocks] bytes or [P, Hkv, N] floats.
+        key_boxes, ..: shared memory, [stages * boxes, 1, kv_heads, box, ..].
+        full, empty: barriers of each stage.
+        table, table_step, items, shares, lens, shard: as `decode` takes them.
+        C: the variant.
+    """
+    CHUNK: gl.constexpr = C.boxes if C.boxes < AT_ONCE else AT_ONCE
+    g = gl.program_id(0)
+    first = gl.load(shares + 2 * g)
+    count = gl.load(shares + 2 * g + 1)
+    stage = 0
+    phase = 1
+    for number in range(first, first + count):
+        item = items + number * ITEM
+        request = gl.load(item + REQUEST)
+        head, _, _ = _place(gl.load(item + UNIT), C)
+        begin, end = _range_of(item)
+        num_keys = _held(gl.load(lens + request), shard, C.world)
+        last_page = gl.maximum(num_keys - 1, 0) // C.page_size
+        pages = table + request.to(gl.int64) * table_step
+        for block in range(begin, end):
+            for chunk in range(C.boxes // CHUNK):
+                token = block * C.block + chunk * (CHUNK * C.box)
+                ids = ()
+                for i in gl.static_range(CHUNK):
+                    page = gl.minimum((token + i * C.box) // C.page_size, last_page)
+                    ids = ids + (gl.load(pages + page),)
+                mbarrier.wait(empty.index(stage), phase)
+                bar = full.index(stage)
+                mbarrier.expect(bar, C.bytes, pred=chunk == 0)
+                for i in gl.static_range(CHUNK):
+                    at = [ids[i], head, (token + i * C.box) % C.page_size, 0]
+                    slot = stage * C.boxes + chunk * CHUNK + i
+                    tma.async_copy_global_to_shared(keys, at, bar, key_boxes.index(slot))
+                    if C.scales == BLOCK_SCALES:
+                        row = (token + i * C.box) % C.page_size
+                        spot = [ids[i], head, row * C.blocks]
+                        to = key_scale_boxes.index(slot)
+                        tma.async_copy_global_to_shared(key_scales, spot, bar, to)
+                    if C.scales == ROW_SCALES:
+                        spot = [ids[i], head, (token + i * C.box) % C.page_size]
+                        to = key_scale_boxes.index(slot)
+                        tma.async_copy_global_to_shared(key_scales, spot, bar, to)
+                for i in gl.static_range(CHUNK):
+                    at = [ids[i], head, (token + i * C.box) % C.page_size, 0]
+                    slot = stage * C.boxes + chunk * CHUNK + i
+                    tma.async_copy_global_to_shared(values, at, bar, value_boxes.index(slot))
+                    if C.scales == BLOCK_SCALES:
+                        row = (token + i * C.box) % C.page_size
+                        spot = [ids[i], head, row * C.value_blocks]
+                        to = value_scale_boxes.index(slot)
+                        tma.async_copy_global_to_shared(value_scales, spot, bar, to)
+                    if C.scales == ROW_SCALES:
+                        spot = [ids[i], head, (token + i * C.box) % C.page_size]
+                        to = value_scale_boxes.index(slot)
+                        tma.async_copy_global_to_shared(value_scales, spot, bar, to)
+            stage, phase = _next(stage, phase, C.stages)
+
+
+@gluon.jit
+def _tanh(x):
+    """To float32's precision for arguments of any size."""
+    e = gl.exp2(gl.abs(x) * (-2.0 * LOG2_E))
+    large = (1.0 - e) / (1.0 + e)
+    square = x * x
+    small = x + x * square * (-1.0 / 3 + square * (2.0 / 15 - square * (17.0 / 315)))
+    return gl.where(gl.abs(x) < 0.1, small, gl.where(x < 0, -large, large))
+
+
+@gluon.jit
+def _query(q, source, query_head, exists, PLANE: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """One plane of the queries, model dtype [warps, words, columns].
+
+    Args:
+        q: pointer, and strides of token and head.
+        source, query_head, exists: of each warp's columns [warps, columns], in a slice of LAYOUT.
+    """
+    INNER: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))
+    word = gl.expand_dims(gl.expand_dims(gl.arange(0, C.words, layout=INNER), 0), 2)
+    element = element_of(word, PLANE, C.planes)
+    at = gl.expand_dims(source * q[1] + query_head * q[2], 1) + element
+    inside = gl.expand_dims(exists, 1) & (element < C.dim)
+    return gl.load(q[0] + at, mask=inside, other=0.0)
+
+
+@gluon.jit
+def _columns(
+    LAYOUT: gl.constexpr, head, first_head, first_token, num_new, GROUPS: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """Of each warp's columns [warps, columns]: token of the request, query head, is there one.
+
+    Args:
+        LAYOUT: of the results.
+        head, first_head, first_token: see `_place`.
+        num_new: tokens of the request.
+        GROUPS: warps that share a head; 1 where their results are folded.
+        C: the variant.
+    """
+    warp = gl.arange(0, C.kv_heads * GROUPS, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, C.columns, layout=gl.SliceLayout(0, LAYOUT))
+    in_group = first_head + column % C.heads
+    own = first_token + column // C.heads
+    exists = (column < C.query_tokens * C.heads) & (own < num_new) & (in_group < C.group)
+    query_head = gl.expand_dims((head + warp // GROUPS) * C.group, 1)
+    query_head = query_head + gl.expand_dims(in_group, 0)
+    own = gl.expand_dims(own, 0) + gl.expand_dims(warp * 0, 1)
+    exists = gl.expand_dims(exists, 0) & (gl.expand_dims(warp, 1) >= 0)
+    return own, query_head, exists
+
+
+@gluon.jit
+def _exponents(top):
+    """Powers of two that bring float32 magnitudes below 2, and their inverses."""
+    exponent = (top.to(gl.int32, bitcast=True) >> 23) & 255
+    exponent = gl.minimum(gl.maximum(exponent, 1), 253)
+    down = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
+    return down, (exponent << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _turned(p, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """Weights [warps, tokens, columns] as the second operand; 8 x 8 of them are transposed."""
+    x = gl.inline_asm_elementwise(TURN, "=r,r", [p], dtype=p.dtype, is_pure=True, pack=2)
+    x = x.reshape([C.warps, C.tokens // 8, 8, C.columns // 8, 8]).permute((0, 1, 4, 3, 2))
+    return gl.convert_layout(x.reshape([C.warps, C.tokens, C.columns]), LAYOUT)
+
+
+@gluon.jit
+def _seen(at, live, columns, span, masks, C: gl.constexpr):
+    """Which keys each column sees, int1 [warps, tokens, columns].
+
+    Args:
+        at: positions of the keys, int32 [warps, tokens, 1].
+        live: whether any row of the request may see them, likewise.
+        columns: of each, its position, and its row of the draft mask or -1, [warps, 1, columns].
+        span: first_new, num_new, is_causal, window: see `attend`.
+        masks: draft mask (or None), and its stride.
+    """
+    position, row = columns
+    first_new, num_new, is_causal, window = span
+    seen = live & (position >= 0)
+    if C.draft_mask:
+        column = at - first_new
+        among = live & (column >= 0) & (column < num_new)
+        mask_at = masks[0] + row.to(gl.int64) * masks[1] + column
+        own = gl.load(mask_at, mask=(row >= 0) & among, other=0)
+        seen = live & ((column < 0) | (own != 0))
+    elif C.causal == CAUSAL:
+        seen = live & (at <= position)
+    elif C.causal == CAUSAL_BY_REQUEST:
+        seen = live & ((at <= position) | (is_causal == 0))
+    if C.window:
+        seen = seen & (at > position - window)
+    return seen
+
+
+@gluon.jit
+def _products(stage, views, q0, q1, q2, q3, SCORES: gl.constexpr, LEFT: gl.constexpr, C: gl.constexpr):
+    """Keys of a stage times queries, float32 [warps, tokens, columns]."""
+    s = gl.full([C.warps, C.tokens, C.columns], 0.0, gl.float32, layout=SCORES)
+    k = views[0].index(stage).load(LEFT)
+    if C.planes == 1:
+        s = mma_v2(k, q0, s)
+    elif C.planes == 2:
+        k0, k1 = widen_two(k, C.kind, True)
+        s = mma_v2(k0, q0, s)
+        s = mma_v2(k1, q1, s)
+    else:
+        k0, k1, k2, k3 = widen_keys(k, views[2].index(stage), C.blocks)
+        s = mma_v2(k0, q0, s)
+        s = mma_v2(k1, q1, s)
+        s = mma_v2(k2, q2, s)
+        s = mma_v2(k3, q3, s)
+    return s
+
+
+@gluon.jit
+def _add_values(
+    stage, views, p, o0, o1, o2, o3, is_edge, live, LEFT: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """Values of a stage times weights, added to the planes of the output.
+
+    Args:
+        stage: whose.
+        views: shared memory of keys, values and their scales.
+        p: weights, [warps, tokens, columns], as second operand.
+        o0, o1, o2, o3: float32 [warps, words, columns].
+        is_edge: whether any token is not live.
+        live: int1 [warps, tokens]; values of others may be NaN, and count as 0.
+    """
+    v = views[1].index(stage).permute((0, 2, 1)).load(LEFT)
+    if C.planes == 4:
+        scales = views[3].index(stage).permute((0, 2, 1))
+        v0, v1, v2, v3 = widen_values(v, scales, is_edge, live, C.value_blocks)
+        o0 = mma_v2(v0, p, o0)
+        o1 = mma_v2(v1, p, o1)
+        o2 = mma_v2(v2, p, o2)
+        o3 = mma_v2(v3, p, o3)
+    else:
+        if is_edge:
+            kept = gl.expand_dims(gl.convert_layout(live, gl.SliceLayout(1, LEFT)), 1)
+            zeros = gl.full([C.warps, C.value_words, C.tokens], 0, v.dtype, layout=LEFT)
+            v = gl.where(gl.broadcast(kept, v)[0], v, zeros)
+        if C.planes == 1:
+            o0 = mma_v2(v, p, o0)
+        else:
+            v0, v1 = widen_two(v, C.kind, False)
+            o0 = mma_v2(v0, p, o0)
+            o1 = mma_v2(v1, p, o1)
+    return o0, o1, o2, o3
+
+
+@gluon.jit
+def attend(
+    views, full, empty, stage, phase, request, head, first_head, first_token, begin, end, q, starts,
+    lens, causal, masks, slopes, numbers, factors, shard, C: gl.constexpr,
+):  # fmt: skip
+    """A tile over blocks `begin` to `end`, as they come.
+
+    Args:
+        views: shared memory of keys, values and their scales, [stages, warps, tokens, ..].
+        full, empty, stage, phase: the ring, and where it stands.
+        request, head, first_head, first_token: whose, see `_place`.
+        begin, end: numbers of blocks.
+        q: pointer, and strides of token and head.
+        starts, lens: int32 [R + 1] and [R]: first tokens and key counts.
+        causal: bool [R], or None.
+        masks: draft mask bool [T, M] (or None) and its stride.
+        slopes: float32 [Hq], or None.
+        numbers: factor on scores, cap, window.
+        factors: further factors on scores, [1] each, or None: of queries, of keys.
+        shard: rank and interleave.
+        C: the variant.
+
+    Returns:
+        Planes float32 [warps, words, columns], sums of weighted values; peak and total float32
+        [warps, columns], of scores in powers of 2; where the ring stands.
+    """
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.warps, 1, 1], [1, 16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SCORES, 2)
+    BY_COLUMN: gl.constexpr = gl.SliceLayout(1, SCORES)
+    start = gl.load(starts + request)
+    num_new = gl.load(starts + request + 1) - start
+    n = gl.load(lens + request)
+    first_new = n - num_new
+    score, cap, window = numbers
+    if factors[0] is not None:
+        score *= gl.load(factors[0]).to(gl.float32)
+    if factors[1] is not None:
+        score *= gl.load(factors[1]).to(gl.float32)
+    if C.planes == 4:
+        score *= E2M1_FACTOR
+    own, query_head, exists = _columns(
+        gl.SliceLayout(1, RIGHT), head, first_head, first_token, num_new, C.groups, C
+    )
+    source = (start + own).to(gl.int64)
+    q0 = _query(q, source, query_head, exists, 0, RIGHT, C)
+    q1, q2, q3 = q0, q0, q0
+    factor = gl.full([C.warps, 1, C.columns], 1.0, gl.float32, layout=SCORES) * score
+    if C.kind != PLAIN:
+        # Rows may exceed what a float16 holds; powers of two cost no accuracy.
+        q1 = _query(q, source, query_head, exists, 1, RIGHT, C)
+        top = gl.maximum(gl.max(gl.abs(q0.to(gl.float32)), 1), gl.max(gl.abs(q1.to(gl.float32)), 1))
+        if C.planes == 4:
+            q2 = _query(q, source, query_head, exists, 2, RIGHT, C)
+            q3 = _query(q, source, query_head, exists, 3, RIGHT, C)
+            top = gl.maximum(top, gl.max(gl.abs(q2.to(gl.float32)), 1))
+            top = gl.maximum(top, gl.max(gl.abs(q3.to(gl.float32)), 1))
+        down, up = _exponents(top)
+        down = gl.expand_dims(down, 1)
+        q0 = (q0.to(gl.float32) * down).to(C.dtype)
+        q1 = (q1.to(gl.float32) * down).to(C.dtype)
+        if C.planes == 4:
+            q2 = (q2.to(gl.float32) * down).to(C.dtype)
+            q3 = (q3.to(gl.float32) * down).to(C.dtype)
+        factor = factor * gl.expand_dims(gl.convert_layout(up, BY_COLUMN), 1)
+    own, query_head, exists = _columns(
+        BY_COLUMN, head, first_head, first_token, num_new, C.groups, C
+    )
+    slope = gl.full([C.warps, 1, C.columns], 0.0, gl.float32, layout=SCORES)
+    if C.alibi:
+        slope = gl.load(slopes + query_head, mask=exists, other=0.0)
+        slope = gl.expand_dims(slope, 1) * LOG2_E
+    position = gl.expand_dims(first_new + own, 1)
+    row = gl.expand_dims(gl.where(exists, start + own, -1), 1)
+    is_causal = 1
+    if C.causal == CAUSAL_BY_REQUEST:
+        is_causal = gl.load(causal + request).to(gl.int32)
+    high = _held(n, shard, C.world)
+    low = 0
+    if C.window:
+        low = _held(gl.maximum(first_new - window + 1, 0), shard, C.world)
+    drafts = high
+    if C.draft_mask:
+        drafts = _held(gl.maximum(first_new, 0), shard, C.world)
+    token = gl.arange(0, C.tokens, layout=gl.SliceLayout(0, gl.SliceLayout(2, SCORES)))
+    warp = gl.arange(0, C.warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, SCORES)))
+    offset = gl.expand_dims(warp % C.groups * C.tokens, 1) + gl.expand_dims(token, 0)
+    peak = gl.full([C.warps, C.columns], LOWEST, gl.float32, layout=BY_COLUMN)
+    sums = gl.full([C.warps, C.tokens, C.columns], 0.0, gl.float32, layout=SCORES)
+    o0 = gl.full([C.warps, C.value_words, C.columns], 0.0, gl.float32, layout=SCORES)
+    o1, o2, o3 = o0, o0, o0
+    for block in range(begin, end):
+        key = offset + block * C.block
+        live = (key >= low) & (key < high)
+        mbarrier.wait(full.index(stage), phase)
+        s = _products(stage, views, q0, q1, q2, q3, SCORES, LEFT, C)
+        if C.scales == ROW_SCALES:
+            s = s * gl.expand_dims(views[2].index(stage).load(gl.SliceLayout(2, SCORES)), 2)
+        if C.cap:
+            s = (cap * LOG2_E) * _tanh(s * factor / cap)
+        else:
+            s = s * (factor * LOG2_E)
+        at = gl.expand_dims(_position_of(key, shard, C.world), 2)
+        if C.alibi:
+            s += slope * (at - position).to(gl.float32)
+        span = (first_new, num_new, is_causal, window)
+        seen = _seen(at, gl.expand_dims(live, 2), (position, row), span, masks, C)
+        s = gl.where(seen, s, float("-inf"))
+        weighted = s
+        if C.scales == ROW_SCALES:
+            # Weights are taken relative to the largest with its value's scale, so that none of
+            # them leaves float16's range.
+            v_scale = views[3].index(stage).load(gl.SliceLayout(2, SCORES))
+            size = gl.where(live, gl.maximum(gl.log2(v_scale), -100.0), -100.0)
+            weighted = s + gl.expand_dims(size, 2)
+        new_peak = gl.maximum(peak, gl.max(weighted, 1))
+        base = gl.expand_dims(new_peak, 1)
+        decay = gl.expand_dims(gl.exp2(peak - new_peak), 1)
+        p = gl.exp2(weighted - base)
+        if C.scales == ROW_SCALES:
+            sums = sums * decay + gl.exp2(s - base)
+        else:
+            sums = sums * decay + p
+        peak = new_peak
+        o0 = o0 * decay
+        if C.planes >= 2:
+            o1 = o1 * decay
+        if C.planes == 4:
+            o2 = o2 * decay
+            o3 = o3 * decay
+        is_edge = (block * C.block < low) | (block * C.block + C.block > drafts)
+        if C.draft_mask:
+            live = live & (gl.max(seen.to(gl.int32), 2) > 0)
+        turned = _turned(p.to(C.dtype), RIGHT, C)
+        o0, o1, o2, o3 = _add_values(stage, views, turned, o0, o1, o2, o3, is_edge, live, LEFT, C)
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage, phase = _next(stage, phase, C.stages)
+    return o0, o1, o2, o3, peak, gl.sum(sums, 1), stage, phase
+
+
+@gluon.jit
+def _folded(o0, o1, o2, o3, peak, total, C: gl.constexpr):
+    """Results of the warps that share a head, made one: all have kv_heads in place of warps."""
+    if C.groups > 1:
+        BY_COLUMN: gl.constexpr = peak.type.layout
+        peaks = peak.reshape([C.kv_heads, C.groups, C.columns])
+        highest = gl.expand_dims(gl.max(peaks, 1), 1)
+        weight = gl.exp2(peaks - highest).reshape([C.warps, C.columns])
+        weight = gl.convert_layout(weight, BY_COLUMN)
+        peak = gl.max(peaks, 1)
+        total = gl.sum((total * weight).reshape([C.kv_heads, C.groups, C.columns]), 1)
+        weight = gl.expand_dims(weight, 1)
+        o0 = _sum_of_groups(o0 * weight, C)
+        if C.planes == 1:
+            o1, o2, o3 = o0, o0, o0
+        else:
+            o1 = _sum_of_groups(o1 * weight, C)
+            if C.planes == 4:
+                o2 = _sum_of_groups(o2 * weight, C)
+                o3 = _sum_of_groups(o3 * weight, C)
+            else:
+                o2, o3 = o0, o0
+    return o0, o1, o2, o3, peak, total
+
+
+@gluon.jit
+def _sum_of_groups(x, C: gl.constexpr):
+    return gl.sum(x.reshape([C.kv_heads, C.groups, C.value_words, C.columns]), 1)
+
+
+@gluon.jit
+def _store(x, factor, at, exists, PLANE: gl.constexpr, C: gl.constexpr):
+    """One plane of the output times a factor of each column, at pointers to each column's row."""
+    LAYOUT: gl.constexpr = x.type.layout
+    word = gl.arange(0, C.value_words, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    element = gl.expand_dims(gl.expand_dims(word, 0), 2) * C.planes + PLANE
+    at = gl.expand_dims(at, 1) + element
+    value = (x * gl.expand_dims(factor, 1)).to(at.dtype.element_ty)
+    gl.store(at, value, mask=gl.expand_dims(exists, 1) & (element < C.value_dim))
+
+
+@gluon.jit
+def _store_all(o0, o1, o2, o3, factor, at, exists, C: gl.constexpr):
+    _store(o0, factor, at, exists, 0, C)
+    if C.planes >= 2:
+        _store(o1, factor, at, exists, 1, C)
+    if C.planes == 4:
+        _store(o2, factor, at, exists, 2, C)
+        _store(o3, factor, at, exists, 3, C)
+
+
+@gluon.jit
+def attend_all(
+    views, full, empty, q, out_to, lse_to, items, shares, parts, starts, lens, causal, masks,
+    slopes, sinks, numbers, factors, value_scale, value_factor, shard, C: gl.constexpr,
+):  # fmt: skip
+    """Attend to a share's tiles, in order; leave finished rows, or a tile's part.
+
+    Args:
+        out_to, lse_to: pointer, and strides of token and head; lse's pointer may be None.
+        items, shares: see ``plan_step``.
+        parts: float32 [slots, kv_heads * columns, Dv] and [slots, kv_heads * columns]: rows
+            divided by their total, and logarithms to base 2 of those.
+        sinks: float32 [Hq], or None.
+        value_scale, value_factor: factors on the output: a number; [1] or None.
+        views .. C: see `attend`.
+    """
+    g = gl.program_id(0)
+    first = gl.load(shares + 2 * g)
+    count = gl.load(shares + 2 * g + 1)
+    stage = 0
+    phase = 0
+    for number in range(first, first + count):
+        item = items + number * ITEM
+        request = gl.load(item + REQUEST)
+        partial = gl.load(item + PARTIAL)
+        head, first_head, first_token = _place(gl.load(item + UNIT), C)
+        begin, end = _range_of(item)
+        o0, o1, o2, o3, peak, total, stage, phase = attend(
+            views, full, empty, stage, phase, request, head, first_head, first_token, begin, end,
+            q, starts, lens, causal, masks, slopes, numbers, factors, shard, C,
+        )  # fmt: skip
+        o0, o1, o2, o3, peak, total = _folded(o0, o1, o2, o3, peak, total, C)
+        BY_COLUMN: gl.constexpr = gl.SliceLayout(1, o0.type.layout)
+        peak = gl.convert_layout(peak, BY_COLUMN)
+        total = gl.convert_layout(total, BY_COLUMN)
+        start = gl.load(starts + request)
+        num_new = gl.load(starts + request + 1) - start
+        own, query_head, exists = _columns(
+            BY_COLUMN, head, first_head, first_token, num_new, 1, C
+        )
+        lse = gl.where(total > 0, peak + gl.log2(total), float("-inf"))
+        factor = gl.where(total > 0, 1.0 / total, 0.0)
+        if C.planes == 4:
+            factor = factor * E2M1_FACTOR
+        if partial < 0:
+            factor = factor * value_scale
+            if value_factor is not None:
+                factor *= gl.load(value_factor).to(gl.float32)
+            if sinks is not None:
+                sink = gl.load(sinks + query_head, mask=exists, other=0.0) * LOG2_E
+                factor = factor / (1.0 + gl.exp2(sink - lse))
+            token = (start + own).to(gl.int64)
+            at = out_to[0] + token * out_to[1] + query_head * out_to[2]
+            _store_all(o0, o1, o2, o3, factor, at, exists, C)
+            if lse_to[0] is not None:
+                lse_at = lse_to[0] + token * lse_to[1] + query_head * lse_to[2]
+                gl.store(lse_at, lse * LN_2, mask=exists)
+        else:
+            of_head = gl.arange(0, C.kv_heads, layout=gl.SliceLayout(1, BY_COLUMN))
+            column = gl.arange(0, C.columns, layout=gl.SliceLayout(0, BY_COLUMN))
+            line = gl.expand_dims(of_head * C.columns, 1) + gl.expand_dims(column, 0)
+            line = line + partial.to(gl.int64) * (C.kv_heads * C.columns)
+            _store_all(o0, o1, o2, o3, factor, parts[0] + line * C.value_dim, exists, C)
+            gl.store(parts[1] + line, lse, mask=exists)
