@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from pageant.kernels.gluon.common.widen import (
     E2M1,
@@ -358,9 +358,23 @@ def _products(stage, views, q0, q1, q2, q3, SCORES: gl.constexpr, LEFT: gl.const
 
 
 @gluon.jit
-def _add_values(
-    stage, views, p, o0, o1, o2, o3, is_edge, live, LEFT: gl.constexpr, C: gl.constexpr
-):  # fmt: skip
+def _clear(rows, live, LAYOUT: gl.constexpr):
+    """Make rows of tokens that are not live 0, for a weight of 0 times NaN would be NaN.
+
+    In shared memory, as tokens are hidden in few blocks: a choice among values would be made in all.
+
+    Args:
+        rows: shared memory [warps, tokens, words].
+        live: int1 [warps, tokens].
+        LAYOUT: of rows in registers.
+    """
+    x = rows.load(LAYOUT)
+    kept = gl.expand_dims(gl.convert_layout(live, gl.SliceLayout(2, LAYOUT)), 2)
+    rows.store(gl.where(gl.broadcast(kept, x)[0], x, gl.full(x.shape, 0, x.dtype, layout=LAYOUT)))
+
+
+@gluon.jit
+def _add_values(stage, views, p, o0, o1, o2, o3, LEFT: gl.constexpr, C: gl.constexpr):
     """Values of a stage times weights, added to the planes of the output.
 
     Args:
@@ -368,28 +382,20 @@ def _add_values(
         views: shared memory of keys, values and their scales.
         p: weights, [warps, tokens, columns], as second operand.
         o0, o1, o2, o3: float32 [warps, words, columns].
-        is_edge: whether any token is not live.
-        live: int1 [warps, tokens]; values of others may be NaN, and count as 0.
     """
     v = views[1].index(stage).permute((0, 2, 1)).load(LEFT)
-    if C.planes == 4:
-        scales = views[3].index(stage).permute((0, 2, 1))
-        v0, v1, v2, v3 = widen_values(v, scales, is_edge, live, C.value_blocks)
+    if C.planes == 1:
+        o0 = mma_v2(v, p, o0)
+    elif C.planes == 2:
+        v0, v1 = widen_two(v, C.kind, False)
+        o0 = mma_v2(v0, p, o0)
+        o1 = mma_v2(v1, p, o1)
+    else:
+        v0, v1, v2, v3 = widen_values(v, views[3].index(stage).permute((0, 2, 1)), C.value_blocks)
         o0 = mma_v2(v0, p, o0)
         o1 = mma_v2(v1, p, o1)
         o2 = mma_v2(v2, p, o2)
         o3 = mma_v2(v3, p, o3)
-    else:
-        if is_edge:
-            kept = gl.expand_dims(gl.convert_layout(live, gl.SliceLayout(1, LEFT)), 1)
-            zeros = gl.full([C.warps, C.value_words, C.tokens], 0, v.dtype, layout=LEFT)
-            v = gl.where(gl.broadcast(kept, v)[0], v, zeros)
-        if C.planes == 1:
-            o0 = mma_v2(v, p, o0)
-        else:
-            v0, v1 = widen_two(v, C.kind, False)
-            o0 = mma_v2(v0, p, o0)
-            o1 = mma_v2(v1, p, o1)
     return o0, o1, o2, o3
 
 
@@ -423,6 +429,7 @@ def attend(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SCORES, 2)
     BY_COLUMN: gl.constexpr = gl.SliceLayout(1, SCORES)
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 8, 4], [C.warps, 1, 1], [2, 1, 0])
     start = gl.load(starts + request)
     num_new = gl.load(starts + request + 1) - start
     n = gl.load(lens + request)
@@ -474,9 +481,9 @@ def attend(
     low = 0
     if C.window:
         low = _held(gl.maximum(first_new - window + 1, 0), shard, C.world)
-    drafts = high
+    surely = high  # keys before this one and from `low` on are seen by some row
     if C.draft_mask:
-        drafts = _held(gl.maximum(first_new, 0), shard, C.world)
+        surely = _held(gl.maximum(first_new, 0), shard, C.world)
     token = gl.arange(0, C.tokens, layout=gl.SliceLayout(0, gl.SliceLayout(2, SCORES)))
     warp = gl.arange(0, C.warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, SCORES)))
     offset = gl.expand_dims(warp % C.groups * C.tokens, 1) + gl.expand_dims(token, 0)
@@ -523,11 +530,17 @@ def attend(
         if C.planes == 4:
             o2 = o2 * decay
             o3 = o3 * decay
-        is_edge = (block * C.block < low) | (block * C.block + C.block > drafts)
-        if C.draft_mask:
-            live = live & (gl.max(seen.to(gl.int32), 2) > 0)
+        if (block * C.block < low) | (block * C.block + C.block > surely):
+            if C.draft_mask:
+                live = live & (gl.max(seen.to(gl.int32), 2) > 0)
+            if C.scales == BLOCK_SCALES:
+                _clear(views[3].index(stage), live, WORDS)
+            else:
+                _clear(views[1].index(stage), live, WORDS)
+            fence_async_shared()
+            gl.thread_barrier()
         turned = _turned(p.to(C.dtype), RIGHT, C)
-        o0, o1, o2, o3 = _add_values(stage, views, turned, o0, o1, o2, o3, is_edge, live, LEFT, C)
+        o0, o1, o2, o3 = _add_values(stage, views, turned, o0, o1, o2, o3, LEFT, C)
         gl.thread_barrier()
         mbarrier.arrive(empty.index(stage), count=1)
         stage, phase = _next(stage, phase, C.stages)

@@ -181,20 +181,31 @@ def sass_of(code: Any, path: Path) -> str:
 
 
 def loop_of(sass: str) -> Counter[str]:
-    """Instructions of the loop over keys: the shortest backward jump across a matrix product."""
+    """Instructions of the loop over keys, where every key is seen.
+
+    It is the shortest backward jump across a matrix product; what a forward jump may leave out of
+    it (blocks that hide keys) is left out.
+    """
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_]+)([^;]*);", sass)
-    places = {place: index for index, (place, _, _) in enumerate(lines)}
-    loops = []
-    for index, (place, name, rest) in enumerate(lines):
+    places = {int(place, 16): index for index, (place, _, _) in enumerate(lines)}
+    jumps = {}
+    for index, (_, name, rest) in enumerate(lines):
         target = re.search(r"0x([0-9a-f]+)", rest)
-        if name != "BRA" or target is None or int(target[1], 16) >= int(place, 16):
-            continue
-        begin = places.get(target[1].zfill(len(place)))
-        if begin is not None:
-            names = [name for _, name, _ in lines[begin : index + 1]]
-            if "HMMA" in names:
-                loops.append(names)
-    return Counter(min(loops, key=len)) if loops else Counter()
+        if name == "BRA" and target is not None and int(target[1], 16) in places:
+            jumps[index] = places[int(target[1], 16)]
+    loops = [
+        (end - begin, begin, end)
+        for end, begin in jumps.items()
+        if begin < end and any(name == "HMMA" for _, name, _ in lines[begin:end])
+    ]
+    if not loops:
+        return Counter()
+    _, at, end = min(loops)
+    names = []
+    while at <= end:
+        names.append(lines[at][1])
+        at = jumps[at] if at < jumps.get(at, 0) <= end else at + 1
+    return Counter(names)
 
 
 def lines(names: list[str], folder: Path) -> Iterator[str]:

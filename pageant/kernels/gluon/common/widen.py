@@ -138,14 +138,12 @@ def widen_keys(words, scales, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def widen_values(words, scales, is_edge, live, BLOCKS: gl.constexpr):
+def widen_values(words, scales, BLOCKS: gl.constexpr):
     """All four planes of values of e2m1, times their blocks' scales.
 
     Args:
         words: int16 [warps, words, tokens], of four codes, in an operand's layout.
         scales: shared memory, int32 [warps, BLOCKS / 4, tokens], e4m3 of four blocks.
-        is_edge: whether any token is not live.
-        live: int1 [warps, tokens]; scales of others may be NaN, and count as 0.
         BLOCKS: of a row, a power of 2.
     """
     LAYOUT: gl.constexpr = words.type.layout
@@ -155,12 +153,7 @@ def widen_values(words, scales, is_edge, live, BLOCKS: gl.constexpr):
     split = words.reshape([WARPS, BLOCKS // 4, 2, 2, 4, TOKENS])
     OUTER: gl.constexpr = split.type.layout
     PAIRS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, OUTER))
-    LOADED: gl.constexpr = gl.SliceLayout(2, PAIRS)
-    four = scales.load(LOADED)
-    if is_edge:
-        kept = gl.expand_dims(gl.convert_layout(live, gl.SliceLayout(1, LOADED)), 1)
-        four = gl.where(gl.broadcast(kept, four)[0], four, 0)
-    four = gl.expand_dims(four, 2)
+    four = gl.expand_dims(scales.load(gl.SliceLayout(2, PAIRS)), 2)
     index: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(3, PAIRS)))
     which = gl.arange(0, 2, layout=index)
     which = gl.expand_dims(gl.expand_dims(gl.expand_dims(which, 0), 0), 3)
