@@ -7,7 +7,8 @@ from math import gcd
 
 from pageant.cache.formats import Format
 from pageant.device import KIB, Device
-from pageant.plan.tiles import Tile, power_of_2
+from pageant.plan.tiles import Tile, power_of_2, tile_for
+from pageant.select.row import PHASES, Phase, Tiles
 from pageant.types import Shape
 
 WORD_BITS = 16  # what matrix loads turn around; a word holds one code or more
@@ -34,7 +35,7 @@ class HopperTile(Tile):
     scale_blocks: int
 
     def units(self, shape: Shape) -> int:
-        """Tiles that one tile's tokens are spread over: sets of kv heads, pieces of their groups."""
+        """Tiles that a tile's tokens are spread over: sets of kv heads, pieces of groups."""
         return shape.num_kv_heads // self.kv_heads * -(-shape.group_size // self.heads)
 
     def box(self, page_size: int) -> int:
@@ -70,18 +71,31 @@ class HopperRule:
     columns: int
 
 
-# The first that fits wins. More columns than these do not fit into the registers beside their
-# queries; longer groups and drafts are cut into several tiles, which read the keys again.
+# Of the rules for keys and values of a size, the first with columns enough wins, or else the last:
+# then groups and drafts are cut into several tiles, which read the keys again. Many columns need
+# the registers of a program of four warps.
 RULES: tuple[HopperRule, ...] = (
     HopperRule(bits=16, dim=64, value_dim=64, warps=8, tokens=32, columns=32),
-    HopperRule(bits=16, dim=128, value_dim=128, warps=8, tokens=16, columns=32),
+    HopperRule(bits=16, dim=128, value_dim=128, warps=8, tokens=16, columns=16),
+    HopperRule(bits=16, dim=128, value_dim=128, warps=4, tokens=16, columns=32),
     HopperRule(bits=16, dim=256, value_dim=128, warps=8, tokens=16, columns=16),
     HopperRule(bits=16, dim=256, value_dim=256, warps=4, tokens=16, columns=16),
-    HopperRule(bits=8, dim=128, value_dim=128, warps=8, tokens=32, columns=32),
+    HopperRule(bits=8, dim=128, value_dim=128, warps=8, tokens=32, columns=16),
+    HopperRule(bits=8, dim=128, value_dim=128, warps=4, tokens=16, columns=32),
     HopperRule(bits=8, dim=256, value_dim=256, warps=8, tokens=16, columns=16),
     HopperRule(bits=4, dim=128, value_dim=128, warps=8, tokens=64, columns=16),
     HopperRule(bits=4, dim=256, value_dim=256, warps=8, tokens=32, columns=16),
 )
+
+
+def tiles_for(
+    tiles: Tiles, shape: Shape, fmt: Format, device: Device, tokens: int
+) -> dict[Phase, Tile]:
+    """The tiles of both phases; `tiles` says whose those of decodes are, see ``Row.tiles``."""
+    found = {phase: tile_for(phase, shape, fmt, device, tokens) for phase in PHASES}
+    if tiles == "hopper":
+        found["decode"] = hopper_tile(shape, fmt, device, tokens)
+    return found
 
 
 def hopper_tile(shape: Shape, fmt: Format, device: Device, tokens: int) -> HopperTile:
@@ -107,11 +121,15 @@ def hopper_tile(shape: Shape, fmt: Format, device: Device, tokens: int) -> Hoppe
     (2, 4, 64, 2)
     """
     dims = power_of_2(shape.head_dim), power_of_2(shape.value_dim)
-    rule = next(
+    fitting = [
         rule
         for rule in RULES
         if rule.bits == fmt.bits and dims[0] <= rule.dim and dims[1] <= rule.value_dim
-    )
+    ]
+    sizes = fitting[0].dim, fitting[0].value_dim
+    fitting = [rule for rule in fitting if (rule.dim, rule.value_dim) == sizes]
+    wanted = shape.group_size * tokens
+    rule = next((rule for rule in fitting if rule.columns >= wanted), fitting[-1])
     kv_heads = gcd(shape.num_kv_heads, rule.warps)
     groups = rule.warps // kv_heads
     heads = min(shape.group_size, rule.columns)

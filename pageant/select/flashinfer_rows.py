@@ -46,7 +46,6 @@ LARGE_PAGES = {"large_pages_of_lone_heads", "large_pages_without_table_kernels"}
 PAIRS = FLASHINFER_ONLY - {*TABLE_KERNELS_WANTED, "other_16_bit_cache"}
 
 EVERY = {"window", "unquantized_query", "adaptive", "non_causal_drafts", "fp32_over_quantized"}
-EVERY |= {"swizzled_scales"}
 NATIVE = PAIRS | EVERY | TABLE_KERNELS_WANTED
 NATIVE |= {"soft_cap", "alibi", "lse", "invariant", "non_causal"}
 NATIVE_ON_RANKS = NATIVE - {"non_causal_on_ranks"}

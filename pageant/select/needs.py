@@ -97,7 +97,7 @@ def needs_of(
     asked["fp32_over_quantized"] = fmt.quantized and OF_DTYPE[shape.dtype] == "fp32"
     asked["unquantized_query"] = fmt.quantized and not options.quantize_query
     asked["no_cubins"] = not cubins
-    asked.update(_pairs(shape, fmt, cache, features, options, cubins))
+    asked.update(_pairs(shape, fmt, cache.page_size, features, options, cubins))
     return (
         Need("families", device.family),
         Need("dtypes", dtype_name(shape.dtype)),
@@ -143,10 +143,10 @@ def _single(features: Features, options: Options) -> dict[str, bool]:
 
 
 def _pairs(
-    shape: Shape, fmt: Format, cache: CacheSpec, features: Features, options: Options, cubins: bool
+    shape: Shape, fmt: Format, page_size: int, features: Features, options: Options, cubins: bool
 ) -> dict[str, bool]:
     """Whether things some kernel serves only apart are asked for together."""
-    large_page, sharded = cache.page_size >= LARGE_PAGE, options.world > 1
+    large_page, sharded = page_size >= LARGE_PAGE, options.world > 1
     no_table_kernels = options.table_kernels is False or options.invariant or not cubins
     non_causal = features.non_causal or options.non_causal_drafts
     is_nvfp4, is_plain = fmt.name in NVFP4, not fmt.quantized
@@ -157,7 +157,6 @@ def _pairs(
         "large_pages_of_lone_heads": large_page and shape.group_size == 1,
         "large_pages_without_table_kernels": large_page and no_table_kernels,
         "other_16_bit_cache": fmt.name in PLAIN_16_BIT and fmt.name != OF_DTYPE[shape.dtype],
-        "swizzled_scales": cache.v_scale_order != "linear",
         "nvfp4_without_table_kernels": is_nvfp4 and no_table_kernels,
         "nvfp4_non_causal": is_nvfp4 and non_causal,
         "fp8_left_to_native": fmt.name in FP8 and not e4m3_query and not forced,

@@ -40,7 +40,6 @@ PLAIN_FEATURES = FLASHINFER_ONLY | {
     "adaptive",
     "non_causal_drafts",
     "forced_splits",
-    "swizzled_scales",
 }
 
 # Read where they lie: lengths, offsets, tables. Any step may bring any of them.
@@ -94,13 +93,18 @@ GLUON_SM90: dict[str, Any] = {
     "features": ON_GPU["features"] | {"fp32_over_quantized"},  # refused as float32
     "head_dims": (64, 96, 128, (192, 128), 256),
 }
-# Not measured yet: "decode:run_decode" in place of "decode_sm90:run" turns both rows on.
+# Not measured yet: "decode:run_decode" in place of "decode_sm90:run" turns these rows on.
 GLUON_DECODE: dict[str, Any] = {
     **GLUON_SM90,
     "kernel": "pageant.kernels.gluon.decode_sm90:run",
     "tiles": "hopper",
     "phases": ("decode",),
-    "features": GLUON_SM90["features"] - {"other_16_bit_cache", "swizzled_scales"},
+    "features": GLUON_SM90["features"] - {"other_16_bit_cache"},
+}
+GLUON_DECODE_SCALED: dict[str, Any] = {
+    **GLUON_DECODE,
+    "page_sizes": (16, 32, 64, 128, 256),
+    "layouts": ("LBHNC", "LHBNC", "BLHNC", "BHLNC"),
 }
 TRITON: dict[str, Any] = {**ON_GPU, "packages": ("triton",), "families": SINCE_AMPERE}
 TRITON_DECODE: dict[str, Any] = {
@@ -133,14 +137,17 @@ ROWS: tuple[Row, ...] = (
         **{**GLUON_DECODE, "formats": ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")},
     ),
     Row(
-        name="gluon_sm90.decode_scaled",
-        because="The same for scales stored with the page, where a head's lie together.",
+        name="gluon_sm90.decode_row_scales",
+        because="The same for rows with a scale each, where a head's scales lie together.",
+        **{**GLUON_DECODE_SCALED, "formats": ("int8", "fp8_e4m3_token_head")},
+    ),
+    Row(
+        name="gluon_sm90.decode_nvfp4",
+        because="The same for nvfp4, widened in registers, where a head's scales lie together.",
         **{
-            **GLUON_DECODE,
-            "formats": ("int8", "fp8_e4m3_token_head", "nvfp4", "nvfp4_4over6"),
-            "head_dims": (64, 128, 256),
-            "page_sizes": (16, 32, 64, 128, 256),
-            "layouts": ("LBHNC", "LHBNC", "BLHNC", "BHLNC"),
+            **GLUON_DECODE_SCALED,
+            "formats": ("nvfp4", "nvfp4_4over6"),
+            "head_dims": (64, 128, 256),  # copies bring powers of two of scales
         },
     ),
     Row(

@@ -72,9 +72,6 @@ FEATURES: dict[str, Words] = {
     "other_16_bit_cache": Words(
         "cache", "unquantised cache of another type than the model's", "with cache auto"
     ),
-    "swizzled_scales": Words(
-        "cache", "value scales in swizzled order", "with v_scale_order linear"
-    ),
     "nvfp4_without_table_kernels": Words(
         "cache", "nvfp4 cache without the table kernels", "with another cache"
     ),

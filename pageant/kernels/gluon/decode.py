@@ -2,16 +2,17 @@
 
 For the formulas see ``kernels/cpu/attention.py``: they are the same, in powers of 2. A program
 walks the items of its share, which ``plan/on_device.py`` listed, one after the other through one
-ring of stages; see ``decode_warps.py``. Parts of tiles that several shares hold keys of are joined
+ring of stages; see ``decode_attend.py``. Parts of tiles that several shares hold keys of are joined
 by a second, small launch, whose programs each take a slice of the tile that goes on into their
 share: a tile of one long request has a hundred parts, too much for one program.
 
 Limits: strides and addresses of the cache are multiples of 16 bytes; scales stored with a page lie
-token by token for each head.
+token by token for each head. The portable kernel takes over where those of a wrapped cache do not.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -26,23 +27,32 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from pageant.cache.formats import Format
 from pageant.cache.pages import Side
 from pageant.kernels.call import AttentionCall
-from pageant.kernels.gluon import decode_warps as warps
 from pageant.kernels.gluon.common.boxes import (
     box_layout,
     row_scales_view,
     rows_view,
     scales_view,
 )
+from pageant.kernels.gluon.common.replan import Replanned
+from pageant.kernels.gluon.common.variant import (
+    BLOCK_SCALES,
+    CAUSAL,
+    CAUSAL_BY_REQUEST,
+    NO_SCALES,
+    NON_CAUSAL,
+    ROW_SCALES,
+    Variant,
+)
 from pageant.kernels.gluon.common.widen import E2M1, E4M3, E5M2, INTEGER, PLAIN
-from pageant.kernels.gluon.decode_warps import Variant, attend_all, copy_ahead
-from pageant.kernels.gluon.join import join_parts
+from pageant.kernels.gluon.decode_attend import attend_all
+from pageant.kernels.gluon.decode_copy import copy_ahead
+from pageant.kernels.gluon.decode_join import join_parts
 from pageant.plan.bound import Bound, unchanged
 from pageant.plan.device_plan import DeviceWork
 from pageant.plan.hopper_tiles import HopperTile
 from pageant.plan.tiles import power_of_2
-from pageant.types import bad
 
-COPIER_REGISTERS = gl.constexpr(40)
+COPIER_REGISTERS = gl.constexpr(32)
 # Of these no code depends on the value. (Inside tuples it always does.)
 FREE = ["table", "table_step", "causal", "mask", "mask_step", "slopes", "sinks", "q_factor"]
 FREE += ["k_factor", "value_factor"]
@@ -83,7 +93,7 @@ def _decode(
         [C.stages, W, T, C.value_words],
         rows_view(C.kv_heads, C.groups, T, C.box, C.value_words, 2),
     )
-    if C.scales == warps.BLOCK_SCALES:
+    if C.scales == BLOCK_SCALES:
         key_scale_boxes = gl.allocate_shared_memory(
             key_scales.dtype, [BOXES, 1, C.kv_heads, C.box * C.blocks], key_scales.layout
         )
@@ -100,7 +110,7 @@ def _decode(
             [C.stages, W, T, C.value_blocks // 4],
             scales_view(C.kv_heads, C.groups, T, C.box, C.value_blocks),
         )
-    elif C.scales == warps.ROW_SCALES:
+    elif C.scales == ROW_SCALES:
         SCALES: gl.constexpr = row_scales_view(C.kv_heads, C.groups, T, C.box)
         key_scale_boxes = gl.allocate_shared_memory(
             key_scales.dtype, [BOXES, 1, C.kv_heads, C.box], key_scales.layout
@@ -145,8 +155,38 @@ def run_decode(call: AttentionCall) -> None:
     # An fp8 query is converted by torch, which packs some: its strides are not the caller's.
     kind += (by_request, call.draft_mask is None, call.lse is None, call.q.stride())
     if kind not in call.kept:
-        call.kept[kind] = _Ready(call)
+        call.kept[kind] = _Ready(call) if can_copy(call) else _elsewhere(call)
     call.kept[kind](call)
+
+
+def _elsewhere(call: AttentionCall) -> Replanned:
+    """The portable kernel, which reads any cache."""
+    tile, shares = call.work.tile, call.work.shares.shape[0]
+    sets = call.cache.k.shape[2] // tile.kv_heads
+    units = sets * -(-(call.q.shape[1] // call.cache.k.shape[2]) // tile.heads)
+    requests = (call.work.items.shape[0] - shares) // (
+        units * -(-call.work.threshold // tile.tokens)
+    )
+    run = import_module("pageant.kernels.triton.attention").run_decode
+    return Replanned(call, max(requests, len(call.key_lens)), run)
+
+
+def can_copy(call: AttentionCall) -> bool:
+    """Whether TMA can read the cache as it lies, and the kernel the order of its scales."""
+    for elements, scales, is_swizzled in call.cache.sides:
+        if is_swizzled or not _is_aligned(elements, (0, 1, 2)):
+            return False
+        if scales is not None:
+            width = 1 if scales.dim() == 3 else scales.shape[3]
+            lie_together = scales.shape[1] == 1 or scales.stride(1) == width
+            if not (lie_together and _is_aligned(scales, (0, 2))):
+                return False
+    return True
+
+
+def _is_aligned(x: torch.Tensor, axes: tuple[int, ...]) -> bool:
+    steps = [x.stride(axis) * x.element_size() for axis in axes if x.shape[axis] > 1]
+    return all(step % ALIGNED == 0 for step in (*steps, x.data_ptr()))
 
 
 class _Ready:
@@ -160,7 +200,7 @@ class _Ready:
         variant = _variant(call, work.tile)
         lists = (work.items, work.shares)
         parts = (call.workspace.partial_out, call.workspace.partial_lse)
-        walked = (
+        numbers = (
             params.alibi_slopes,
             params.sinks,
             (params.score_scale, params.soft_cap or 1.0, params.window or 0),
@@ -170,9 +210,9 @@ class _Ready:
             (call.shard.rank, call.shard.interleave),
             variant,
         )
-        walked = (*lists, parts, call.query_start_loc, call.key_lens, *walked)
-        joined = (params.sinks, params.value_factor, params.value_scale, variant)
-        joined = (*lists, parts, call.query_start_loc, *joined)
+        walked = (*lists, parts, call.query_start_loc, call.key_lens, *numbers)
+        factors = (params.sinks, params.value_factor, params.value_scale)
+        joined = (*lists, parts, call.query_start_loc, *factors, variant)
         self.descriptors = _descriptors(call, variant)
         rows, results = self._rows(call, unchanged), self._results(call, unchanged)
         self.walk = Bound(
@@ -211,10 +251,10 @@ def _variant(call: AttentionCall, tile: HopperTile) -> Variant:
     """What is compiled into the code for such a call."""
     params, fmt = call.params, call.cache.format
     _, page_size, kv_heads, _ = call.cache.k.shape
-    causal = warps.CAUSAL if call.causal else warps.NON_CAUSAL
+    causal = CAUSAL if call.causal else NON_CAUSAL
     if isinstance(call.causal, torch.Tensor):
-        causal = warps.CAUSAL_BY_REQUEST
-    by_row = warps.NO_SCALES if fmt.scale_dtype is None else warps.ROW_SCALES
+        causal = CAUSAL_BY_REQUEST
+    by_row = NO_SCALES if fmt.scale_dtype is None else ROW_SCALES
     kind = kind_of(fmt)
     planes = max(1, 16 // fmt.bits)
     box = tile.box(page_size)
@@ -236,7 +276,7 @@ def _variant(call: AttentionCall, tile: HopperTile) -> Variant:
         value_words=power_of_2(call.out.shape[2] // planes),
         planes=planes,
         kind=kind,
-        scales=(warps.BLOCK_SCALES if fmt.scale_block else by_row).value,
+        scales=(BLOCK_SCALES if fmt.scale_block else by_row).value,
         blocks=fmt.num_scales(call.q.shape[2]),
         value_blocks=fmt.num_scales(call.out.shape[2]),
         dtype=OPERANDS[call.q.dtype] if kind == PLAIN.value else gl.float16,
@@ -273,7 +313,6 @@ def _elements(side: Side, words: int, variant: Variant) -> TensorDescriptor:
     """A descriptor of keys or values [P, Hkv, N, words]."""
     x = side.elements
     if variant.planes > 1:
-        require_aligned(x)
         x = x.view(torch.int16)
     pages, size, heads, width = x.shape
     step = x.stride()
@@ -296,8 +335,6 @@ def _scales(side: Side, blocks: int, variant: Variant) -> TensorDescriptor | Non
         x, size, width = x.view(torch.int8), size * blocks, blocks
     else:
         width = 1
-    if step[1] != width and x.shape[1] > 1:
-        raise bad("cache", f"scales {step[1]} apart", f"{width}: a head's lie token by token")
     return _descriptor(
         x, [pages, heads, size], [step[0], step[2], 1], [1, variant.kv_heads, variant.box * width]
     )
@@ -308,15 +345,4 @@ def _descriptor(
 ) -> TensorDescriptor:
     steps = zip(shape[:-1], strides, strict=False)
     strides = [*[ALIGNED if size == 1 else step for size, step in steps], 1]  # of one, none counts
-    require_aligned(x, strides[:-1])
     return TensorDescriptor(x, shape, strides, block, box_layout(block, ELEMENTS[x.dtype]))
-
-
-def require_aligned(x: torch.Tensor, strides: list[int] | None = None) -> None:
-    """Raise unless what TMA reads begins at, and lies apart by, multiples of 16 bytes."""
-    for step in x.stride()[:-1] if strides is None else strides:
-        if step * x.element_size() % ALIGNED:
-            have = f"rows {step * x.element_size()} bytes apart"
-            raise bad("cache", have, f"multiples of {ALIGNED}, or Options(kernels='triton.decode')")
-    if x.data_ptr() % ALIGNED:
-        raise bad("cache", f"address {x.data_ptr()}", f"a multiple of {ALIGNED}")

@@ -117,7 +117,9 @@ def record(case: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
     kv = attn.new_cache(num_layers=1, num_pages=-(-120 // page))
     ids = iter(range(1000))
     pages = [[next(ids) for _ in range(-(-n // page))] for n in (20, 30, 60)]
-    others = {"draft_parents": torch.zeros(3 * tokens, dtype=torch.int32)} if "masks" in case else {}
+    others = (
+        {"draft_parents": torch.zeros(3 * tokens, dtype=torch.int32)} if "masks" in case else {}
+    )
     batch = pageant.Batch.from_lengths([tokens] * 3, [20, 30, 60], pages, page, **others)
     plan = quietly(lambda: attn.plan(batch))
     q = torch.zeros(3 * tokens, heads, dim, dtype=dtype)
@@ -235,7 +237,10 @@ def main(arguments: list[str]) -> None:
         if arguments[:1] == ["--sass"]:
             folder, arguments = Path(arguments[1]), arguments[2:]
             folder.mkdir(parents=True, exist_ok=True)
-        print(f"triton {triton.__version__}; registers, bytes spilled, bytes of shared memory,", end="")
+        print(
+            f"triton {triton.__version__}; registers, bytes spilled, bytes of shared memory,",
+            end="",
+        )
         print(" instructions of the loop, stages")
         for line in lines(arguments or list(CASES), folder):
             print(line, flush=True)

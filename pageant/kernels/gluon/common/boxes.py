@@ -98,7 +98,7 @@ def rows_view(
 def scales_view(
     heads: int, groups: int, tokens: int, box: int, blocks: int
 ) -> gl.SharedLinearLayout:
-    """View [heads * groups, tokens, blocks / 4], of int32, of a stage of bytes [heads, box * blocks].
+    """View [heads * groups, tokens, blocks / 4] of int32 of a stage of bytes [heads, box * blocks].
 
     A head's scales of a box lie together, `blocks` for each token.
     """

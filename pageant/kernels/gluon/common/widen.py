@@ -67,11 +67,15 @@ def element_of(word, PLANE: gl.constexpr, PLANES: gl.constexpr):
 def widen_two(words, KIND: gl.constexpr, IS_KEY: gl.constexpr):
     """Both planes, float16, of int16 words of two codes, in the words' layout."""
     if KIND == E4M3:
-        ASM: gl.constexpr = KEY_E4M3 if IS_KEY else VALUE_E4M3
+        return _widen_two(words, KEY_E4M3 if IS_KEY else VALUE_E4M3)
     elif KIND == E5M2:
-        ASM: gl.constexpr = KEY_E5M2 if IS_KEY else VALUE_E5M2
+        return _widen_two(words, KEY_E5M2 if IS_KEY else VALUE_E5M2)
     else:
-        ASM: gl.constexpr = KEY_INTEGER if IS_KEY else VALUE_INTEGER
+        return _widen_two(words, KEY_INTEGER if IS_KEY else VALUE_INTEGER)
+
+
+@gluon.jit
+def _widen_two(words, ASM: gl.constexpr):
     return gl.inline_asm_elementwise(
         ASM, "=&r,=&r,r", [words], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
     )

@@ -1,4 +1,4 @@
-"""What the warps of a decode do: one copies pages ahead, each other attends to one kv head.
+"""What the warps of a Gluon decode compute, each for one kv head.
 
 Operands are swapped: scores are keys times queries, [tokens, columns], and the output is values
 times weights, [elements, columns], so a softmax over tokens stays within a warp, and the keys, of
@@ -13,15 +13,23 @@ of every stage's tokens, and in the end their results are folded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from pageant.kernels.gluon.common.variant import (
+    BLOCK_SCALES,
+    CAUSAL,
+    CAUSAL_BY_REQUEST,
+    ROW_SCALES,
+    held,
+    next_stage,
+    place,
+    position_of,
+    range_of,
+)
 from pageant.kernels.gluon.common.widen import (
-    E2M1,
     E2M1_FACTOR,
     PLAIN,
     element_of,
@@ -29,214 +37,12 @@ from pageant.kernels.gluon.common.widen import (
     widen_two,
     widen_values,
 )
-from pageant.plan.on_device import BEGIN, END, ITEM, PARTIAL, REQUEST, UNIT
+from pageant.plan.on_device import ITEM, PARTIAL, REQUEST, UNIT
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-(2.0**100))  # below every score, and no sum with it is infinite
-NO_SCALES, ROW_SCALES, BLOCK_SCALES = (gl.constexpr(kind) for kind in range(3))
-NON_CAUSAL, CAUSAL, CAUSAL_BY_REQUEST = (gl.constexpr(kind) for kind in range(3))
 TURN = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
-AT_ONCE = gl.constexpr(16)  # page ids looked up together
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """What is compiled into a kernel; two that are equal share their code.
-
-    Attributes:
-        kv_heads: computed together; a power of 2.
-        groups: warps that share a kv head.
-        tokens: keys of a stage for each warp.
-        columns: of a tile, a power of 2.
-        stages: of the ring.
-        page_size, box: tokens of a page, and of what one copy brings of it, a power of 2.
-        heads, query_tokens: of a tile.
-        all_kv_heads, group: Hkv, and query heads of a kv head.
-        dim, value_dim: D and Dv.
-        words, value_words: of 16 bits, of a key and of a value, the next powers of 2.
-        planes: codes of a word.
-        kind, scales: how the cache stores elements and scales.
-        blocks, value_blocks: stored scales of a row, where there are several.
-        dtype: of both products' operands.
-        causal: NON_CAUSAL, CAUSAL, or CAUSAL_BY_REQUEST.
-        draft_mask, window, cap, alibi: whether there are such.
-        world: ranks that share the keys.
-    """
-
-    kv_heads: int
-    groups: int
-    tokens: int
-    columns: int
-    stages: int
-    page_size: int
-    box: int
-    heads: int
-    query_tokens: int
-    all_kv_heads: int
-    group: int
-    dim: int
-    value_dim: int
-    words: int
-    value_words: int
-    planes: int
-    kind: int
-    scales: int
-    blocks: int
-    value_blocks: int
-    dtype: gl.dtype
-    causal: int
-    draft_mask: bool
-    window: bool
-    cap: bool
-    alibi: bool
-    world: int
-
-    @property
-    def warps(self) -> int:
-        """That compute."""
-        return self.kv_heads * self.groups
-
-    @property
-    def block(self) -> int:
-        """Keys of a stage."""
-        return self.groups * self.tokens
-
-    @property
-    def boxes(self) -> int:
-        """Copies of keys a stage."""
-        return self.block // self.box
-
-    @property
-    def pieces(self) -> int:
-        """Tiles that the query heads of a group are spread over."""
-        return -(-self.group // self.heads)
-
-    @property
-    def units(self) -> int:
-        """Tiles that a tile's tokens are spread over."""
-        return self.all_kv_heads // self.kv_heads * self.pieces
-
-    @property
-    def bytes(self) -> int:
-        """Of a stage."""
-        rows = self.kv_heads * self.block
-        scales = {0: 0, 1: 8, 2: self.blocks + self.value_blocks}[self.scales]
-        return rows * (2 * self.words + 2 * self.value_words + scales)
-
-
-@gluon.jit
-def _held(tokens, shard, WORLD: gl.constexpr):
-    """How many of a sequence's first tokens the rank holds; see ``ContextParallel.count``."""
-    if WORLD == 1:
-        return tokens
-    else:
-        rounds = tokens // (shard[1] * WORLD) * shard[1]
-        rest = tokens - rounds * WORLD - shard[0] * shard[1]
-        return rounds + gl.minimum(gl.maximum(rest, 0), shard[1])
-
-
-@gluon.jit
-def _position_of(keys, shard, WORLD: gl.constexpr):
-    """Where in the sequence the rank's keys stand; see ``ContextParallel.position``."""
-    if WORLD == 1:
-        return keys
-    else:
-        return (keys // shard[1] * WORLD + shard[0]) * shard[1] + keys % shard[1]
-
-
-@gluon.jit
-def _place(unit, C: gl.constexpr):
-    """A unit's first kv head, its first query head in each group, and its first token."""
-    SETS: gl.constexpr = C.all_kv_heads // C.kv_heads
-    piece = unit // SETS
-    first_head = piece % C.pieces * C.heads
-    return unit % SETS * C.kv_heads, first_head, piece // C.pieces * C.query_tokens
-
-
-@gluon.jit
-def _range_of(item):
-    """First block and the one after the last: one at least, so that no loop is left out."""
-    begin = gl.load(item + BEGIN)
-    return begin, gl.maximum(gl.load(item + END), begin + 1)
-
-
-@gluon.jit
-def _next(stage, phase, STAGES: gl.constexpr):
-    wraps = stage + 1 == STAGES
-    return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
-
-
-@gluon.jit
-def copy_ahead(
-    keys, values, key_scales, value_scales, key_boxes, value_boxes, key_scale_boxes,
-    value_scale_boxes, full, empty, table, table_step, items, shares, lens, shard,
-    C: gl.constexpr,
-):  # fmt: skip
-    """Copy the keys and values of a share's tiles, in order, as stages become free.
-
-    Of a page past a request's last one no id is read; rows past its end are copied, and masked
-    where they are used.
-
-    Args:
-        keys, values: descriptors of [P, Hkv, N, words], in boxes [1, kv_heads, box, words].
-        key_scales, value_scales: descriptors of [P, Hkv, N * blocks] bytes or [P, Hkv, N] floats.
-        key_boxes, ..: shared memory, [stages * boxes, 1, kv_heads, box, ..].
-        full, empty: barriers of each stage.
-        table, table_step, items, shares, lens, shard: as `decode` takes them.
-        C: the variant.
-    """
-    CHUNK: gl.constexpr = C.boxes if C.boxes < AT_ONCE else AT_ONCE
-    g = gl.program_id(0)
-    first = gl.load(shares + 2 * g)
-    count = gl.load(shares + 2 * g + 1)
-    stage = 0
-    phase = 1
-    for number in range(first, first + count):
-        item = items + number * ITEM
-        request = gl.load(item + REQUEST)
-        head, _, _ = _place(gl.load(item + UNIT), C)
-        begin, end = _range_of(item)
-        num_keys = _held(gl.load(lens + request), shard, C.world)
-        last_page = gl.maximum(num_keys - 1, 0) // C.page_size
-        pages = table + request.to(gl.int64) * table_step
-        for block in range(begin, end):
-            for chunk in range(C.boxes // CHUNK):
-                token = block * C.block + chunk * (CHUNK * C.box)
-                ids = ()
-                for i in gl.static_range(CHUNK):
-                    page = gl.minimum((token + i * C.box) // C.page_size, last_page)
-                    ids = ids + (gl.load(pages + page),)
-                mbarrier.wait(empty.index(stage), phase)
-                bar = full.index(stage)
-                mbarrier.expect(bar, C.bytes, pred=chunk == 0)
-                for i in gl.static_range(CHUNK):
-                    at = [ids[i], head, (token + i * C.box) % C.page_size, 0]
-                    slot = stage * C.boxes + chunk * CHUNK + i
-                    tma.async_copy_global_to_shared(keys, at, bar, key_boxes.index(slot))
-                    if C.scales == BLOCK_SCALES:
-                        row = (token + i * C.box) % C.page_size
-                        spot = [ids[i], head, row * C.blocks]
-                        to = key_scale_boxes.index(slot)
-                        tma.async_copy_global_to_shared(key_scales, spot, bar, to)
-                    if C.scales == ROW_SCALES:
-                        spot = [ids[i], head, (token + i * C.box) % C.page_size]
-                        to = key_scale_boxes.index(slot)
-                        tma.async_copy_global_to_shared(key_scales, spot, bar, to)
-                for i in gl.static_range(CHUNK):
-                    at = [ids[i], head, (token + i * C.box) % C.page_size, 0]
-                    slot = stage * C.boxes + chunk * CHUNK + i
-                    tma.async_copy_global_to_shared(values, at, bar, value_boxes.index(slot))
-                    if C.scales == BLOCK_SCALES:
-                        row = (token + i * C.box) % C.page_size
-                        spot = [ids[i], head, row * C.value_blocks]
-                        to = value_scale_boxes.index(slot)
-                        tma.async_copy_global_to_shared(value_scales, spot, bar, to)
-                    if C.scales == ROW_SCALES:
-                        spot = [ids[i], head, (token + i * C.box) % C.page_size]
-                        to = value_scale_boxes.index(slot)
-                        tma.async_copy_global_to_shared(value_scales, spot, bar, to)
-            stage, phase = _next(stage, phase, C.stages)
 
 
 @gluon.jit
@@ -250,7 +56,9 @@ def _tanh(x):
 
 
 @gluon.jit
-def _query(q, source, query_head, exists, PLANE: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr):
+def _query(
+    q, source, query_head, exists, PLANE: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr
+):
     """One plane of the queries, model dtype [warps, words, columns].
 
     Args:
@@ -274,7 +82,7 @@ def _columns(
 
     Args:
         LAYOUT: of the results.
-        head, first_head, first_token: see `_place`.
+        head, first_head, first_token: see `place`.
         num_new: tokens of the request.
         GROUPS: warps that share a head; 1 where their results are folded.
         C: the variant.
@@ -338,7 +146,9 @@ def _seen(at, live, columns, span, masks, C: gl.constexpr):
 
 
 @gluon.jit
-def _products(stage, views, q0, q1, q2, q3, SCORES: gl.constexpr, LEFT: gl.constexpr, C: gl.constexpr):
+def _products(
+    stage, views, q0, q1, q2, q3, SCORES: gl.constexpr, LEFT: gl.constexpr, C: gl.constexpr
+):
     """Keys of a stage times queries, float32 [warps, tokens, columns]."""
     s = gl.full([C.warps, C.tokens, C.columns], 0.0, gl.float32, layout=SCORES)
     k = views[0].index(stage).load(LEFT)
@@ -361,7 +171,7 @@ def _products(stage, views, q0, q1, q2, q3, SCORES: gl.constexpr, LEFT: gl.const
 def _clear(rows, live, LAYOUT: gl.constexpr):
     """Make rows of tokens that are not live 0, for a weight of 0 times NaN would be NaN.
 
-    In shared memory, as tokens are hidden in few blocks: a choice among values would be made in all.
+    In shared memory, as few blocks hide any: choosing among values would cost all of them.
 
     Args:
         rows: shared memory [warps, tokens, words].
@@ -409,7 +219,7 @@ def attend(
     Args:
         views: shared memory of keys, values and their scales, [stages, warps, tokens, ..].
         full, empty, stage, phase: the ring, and where it stands.
-        request, head, first_head, first_token: whose, see `_place`.
+        request, head, first_head, first_token: whose, see `place`.
         begin, end: numbers of blocks.
         q: pointer, and strides of token and head.
         starts, lens: int32 [R + 1] and [R]: first tokens and key counts.
@@ -477,13 +287,13 @@ def attend(
     is_causal = 1
     if C.causal == CAUSAL_BY_REQUEST:
         is_causal = gl.load(causal + request).to(gl.int32)
-    high = _held(n, shard, C.world)
+    high = held(n, shard, C.world)
     low = 0
     if C.window:
-        low = _held(gl.maximum(first_new - window + 1, 0), shard, C.world)
+        low = held(gl.maximum(first_new - window + 1, 0), shard, C.world)
     surely = high  # keys before this one and from `low` on are seen by some row
     if C.draft_mask:
-        surely = _held(gl.maximum(first_new, 0), shard, C.world)
+        surely = held(gl.maximum(first_new, 0), shard, C.world)
     token = gl.arange(0, C.tokens, layout=gl.SliceLayout(0, gl.SliceLayout(2, SCORES)))
     warp = gl.arange(0, C.warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, SCORES)))
     offset = gl.expand_dims(warp % C.groups * C.tokens, 1) + gl.expand_dims(token, 0)
@@ -502,7 +312,7 @@ def attend(
             s = (cap * LOG2_E) * _tanh(s * factor / cap)
         else:
             s = s * (factor * LOG2_E)
-        at = gl.expand_dims(_position_of(key, shard, C.world), 2)
+        at = gl.expand_dims(position_of(key, shard, C.world), 2)
         if C.alibi:
             s += slope * (at - position).to(gl.float32)
         span = (first_new, num_new, is_causal, window)
@@ -543,7 +353,7 @@ def attend(
         o0, o1, o2, o3 = _add_values(stage, views, turned, o0, o1, o2, o3, LEFT, C)
         gl.thread_barrier()
         mbarrier.arrive(empty.index(stage), count=1)
-        stage, phase = _next(stage, phase, C.stages)
+        stage, phase = next_stage(stage, phase, C.stages)
     return o0, o1, o2, o3, peak, gl.sum(sums, 1), stage, phase
 
 
@@ -623,8 +433,8 @@ def attend_all(
         item = items + number * ITEM
         request = gl.load(item + REQUEST)
         partial = gl.load(item + PARTIAL)
-        head, first_head, first_token = _place(gl.load(item + UNIT), C)
-        begin, end = _range_of(item)
+        head, first_head, first_token = place(gl.load(item + UNIT), C)
+        begin, end = range_of(item)
         o0, o1, o2, o3, peak, total, stage, phase = attend(
             views, full, empty, stage, phase, request, head, first_head, first_token, begin, end,
             q, starts, lens, causal, masks, slopes, numbers, factors, shard, C,
@@ -635,9 +445,7 @@ def attend_all(
         total = gl.convert_layout(total, BY_COLUMN)
         start = gl.load(starts + request)
         num_new = gl.load(starts + request + 1) - start
-        own, query_head, exists = _columns(
-            BY_COLUMN, head, first_head, first_token, num_new, 1, C
-        )
+        own, query_head, exists = _columns(BY_COLUMN, head, first_head, first_token, num_new, 1, C)
         lse = gl.where(total > 0, peak + gl.log2(total), float("-inf"))
         factor = gl.where(total > 0, 1.0 / total, 0.0)
         if C.planes == 4:

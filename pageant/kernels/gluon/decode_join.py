@@ -80,7 +80,7 @@ def join_parts(
         out_to, lse_to: pointer, and strides of token and head; lse's pointer may be None.
         items, shares: see ``plan_step``.
         parts: float32 [slots, kv_heads * columns, Dv] and [slots, kv_heads * columns], see
-            ``decode_warps.attend_all``.
+            ``decode_attend.attend_all``.
         starts: int32 [R + 1].
         sinks: float32 [Hq], or None.
         value_factor, value_scale: factors on the output: [1] or None; a number.
