@@ -58,7 +58,8 @@ FREE = ["table", "table_step", "causal", "mask", "mask_step", "slopes", "sinks",
 FREE += ["k_factor", "value_factor"]
 OPERANDS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 ELEMENTS = {**OPERANDS, torch.int8: gl.int8, torch.int16: gl.int16, torch.float32: gl.float32}
-ALIGNED = 16  # bytes
+ALIGNED = 16  # bytes, of what a copy reads
+BOX_BYTES = 128  # where a copy may write, in multiples
 
 
 @gluon.jit(do_not_specialize=FREE)
@@ -178,8 +179,11 @@ def can_copy(call: AttentionCall) -> bool:
             return False
         if scales is not None:
             width = 1 if scales.dim() == 3 else scales.shape[3]
+            box = call.work.tile.kv_heads * call.work.tile.box(scales.shape[1]) * width
             lie_together = scales.shape[1] == 1 or scales.stride(1) == width
-            if not (lie_together and _is_aligned(scales, (0, 2))):
+            if box * scales.element_size() % BOX_BYTES or not lie_together:
+                return False
+            if not _is_aligned(scales, (0, 2)):
                 return False
     return True
 
@@ -258,6 +262,7 @@ def _variant(call: AttentionCall, tile: HopperTile) -> Variant:
     kind = kind_of(fmt)
     planes = max(1, 16 // fmt.bits)
     box = tile.box(page_size)
+    least = BOX_BYTES // (2 * tile.kv_heads * box)
     return Variant(
         kv_heads=tile.kv_heads,
         groups=tile.groups,
@@ -272,8 +277,8 @@ def _variant(call: AttentionCall, tile: HopperTile) -> Variant:
         group=call.q.shape[1] // kv_heads,
         dim=call.q.shape[2],
         value_dim=call.out.shape[2],
-        words=power_of_2(call.q.shape[2] // planes),
-        value_words=power_of_2(call.out.shape[2] // planes),
+        words=max(least, power_of_2(call.q.shape[2] // planes)),
+        value_words=max(least, power_of_2(call.out.shape[2] // planes)),
         planes=planes,
         kind=kind,
         scales=(BLOCK_SCALES if fmt.scale_block else by_row).value,

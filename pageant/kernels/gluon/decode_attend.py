@@ -129,7 +129,7 @@ def _seen(at, live, columns, span, masks, C: gl.constexpr):
     """
     position, row = columns
     first_new, num_new, is_causal, window = span
-    seen = live & (position >= 0)
+    seen = gl.broadcast(live, position)[0]
     if C.draft_mask:
         column = at - first_new
         among = live & (column >= 0) & (column < num_new)
