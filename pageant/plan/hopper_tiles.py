@@ -15,6 +15,7 @@ WORD_BITS = 16  # what matrix loads turn around; a word holds one code or more
 LEAST_COLUMNS = 8  # of a product's second operand
 MOST_BOX = 256  # elements along an axis of what one copy brings
 MOST_STAGES = 12
+MOST_HELD = 6144  # elements of queries and outputs that a warp's registers hold
 RESERVED = 4 * KIB  # shared memory beside the stages: barriers, exchanges between warps
 
 
@@ -27,12 +28,14 @@ class HopperTile(Tile):
         groups: warps that share a kv head, each with its part of every block of keys.
         columns: `tokens * heads`, rounded up to a power of 2 from 8 up.
         scale_blocks: most stored scales of a row that lie together.
+        stores_queries: whether queries stay in shared memory beside the stages.
     """
 
     kv_heads: int
     groups: int
     columns: int
     scale_blocks: int
+    stores_queries: bool
 
     def units(self, shape: Shape) -> int:
         """Tiles that a tile's tokens are spread over: sets of kv heads, pieces of groups."""
@@ -141,7 +144,9 @@ def hopper_tile(shape: Shape, fmt: Format, device: Device, tokens: int) -> Hoppe
     # Where warps share a head, they exchange one plane of their results at a time.
     words = max(dims[1] * fmt.bits // WORD_BITS, 1)
     exchanged = rule.warps * words * columns * 4 if groups > 1 else 0
-    room = device.shared_memory_bytes - RESERVED - exchanged
+    stores = columns * sum(dims) > MOST_HELD
+    stored = rule.warps * columns * dims[0] * 2 if stores else 0
+    room = device.shared_memory_bytes - RESERVED - exchanged - stored
     return HopperTile(
         tokens=taken,
         heads=heads,
@@ -154,4 +159,5 @@ def hopper_tile(shape: Shape, fmt: Format, device: Device, tokens: int) -> Hoppe
         groups=groups,
         columns=columns,
         scale_blocks=max(blocks) if fmt.scale_block else 1,
+        stores_queries=stores,
     )

@@ -124,6 +124,11 @@ def _decode(
     else:
         key_scale_boxes, value_scale_boxes = key_boxes, value_boxes
         key_scale_view, value_scale_view = key_view, value_view
+    if C.stores_queries:
+        PLANE: gl.constexpr = [C.planes, W, C.columns, C.words]
+        queries = gl.allocate_shared_memory(C.dtype, PLANE, box_layout(PLANE[1:], C.dtype))
+    else:
+        queries = key_view
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [C.stages, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [C.stages, 1], BARRIER)
@@ -135,8 +140,8 @@ def _decode(
     gl.warp_specialize(
         [
             (attend_all, (
-                (key_view, value_view, key_scale_view, value_scale_view), full, empty, q, out_to,
-                lse_to, items, shares, parts, starts, lens, causal, (mask, mask_step), slopes,
+                (key_view, value_view, key_scale_view, value_scale_view, queries), full, empty, q,
+                out_to, lse_to, items, shares, parts, starts, lens, causal, (mask, mask_step), slopes,
                 sinks, numbers, (q_factor, k_factor), value_scale, value_factor, shard, C,
             )),
             (copy_ahead, (
@@ -263,12 +268,15 @@ def _variant(call: AttentionCall, tile: HopperTile) -> Variant:
     planes = max(1, 16 // fmt.bits)
     box = tile.box(page_size)
     least = BOX_BYTES // (2 * tile.kv_heads * box)
+    wanted = [power_of_2(dim // planes) for dim in (call.q.shape[2], call.out.shape[2])]
+    words = [max(least, count) for count in wanted]
     return Variant(
         kv_heads=tile.kv_heads,
         groups=tile.groups,
         tokens=tile.block // tile.groups,
         columns=tile.columns,
-        stages=tile.stages,
+        stages=max(1, tile.stages * sum(wanted) // sum(words)),
+        stores_queries=tile.stores_queries,
         page_size=page_size,
         box=box,
         heads=tile.heads,
@@ -277,8 +285,8 @@ def _variant(call: AttentionCall, tile: HopperTile) -> Variant:
         group=call.q.shape[1] // kv_heads,
         dim=call.q.shape[2],
         value_dim=call.out.shape[2],
-        words=max(least, power_of_2(call.q.shape[2] // planes)),
-        value_words=max(least, power_of_2(call.out.shape[2] // planes)),
+        words=words[0],
+        value_words=words[1],
         planes=planes,
         kind=kind,
         scales=(BLOCK_SCALES if fmt.scale_block else by_row).value,

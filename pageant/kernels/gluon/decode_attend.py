@@ -151,6 +151,14 @@ def _products(
 ):
     """Keys of a stage times queries, float32 [warps, tokens, columns]."""
     s = gl.full([C.warps, C.tokens, C.columns], 0.0, gl.float32, layout=SCORES)
+    if C.stores_queries:
+        RIGHT: gl.constexpr = gl.DotOperandLayout(1, SCORES, 2)
+        q0 = views[4].index(0).permute((0, 2, 1)).load(RIGHT)
+        if C.planes >= 2:
+            q1 = views[4].index(1).permute((0, 2, 1)).load(RIGHT)
+        if C.planes == 4:
+            q2 = views[4].index(2).permute((0, 2, 1)).load(RIGHT)
+            q3 = views[4].index(3).permute((0, 2, 1)).load(RIGHT)
     k = views[0].index(stage).load(LEFT)
     if C.planes == 1:
         s = mma_v2(k, q0, s)
@@ -217,7 +225,8 @@ def attend(
     """A tile over blocks `begin` to `end`, as they come.
 
     Args:
-        views: shared memory of keys, values and their scales, [stages, warps, tokens, ..].
+        views: shared memory of keys, values and their scales, [stages, warps, tokens, ..]; of
+            queries, [planes, warps, columns, words], if stored.
         full, empty, stage, phase: the ring, and where it stands.
         request, head, first_head, first_token: whose, see `place`.
         begin, end: numbers of blocks.
@@ -275,6 +284,15 @@ def attend(
             q2 = (q2.to(gl.float32) * down).to(C.dtype)
             q3 = (q3.to(gl.float32) * down).to(C.dtype)
         factor = factor * gl.expand_dims(gl.convert_layout(up, BY_COLUMN), 1)
+    if C.stores_queries:
+        gl.thread_barrier()  # all warps are done with those of the tile before
+        views[4].index(0).permute((0, 2, 1)).store(q0)
+        if C.planes >= 2:
+            views[4].index(1).permute((0, 2, 1)).store(q1)
+        if C.planes == 4:
+            views[4].index(2).permute((0, 2, 1)).store(q2)
+            views[4].index(3).permute((0, 2, 1)).store(q3)
+        gl.thread_barrier()
     own, query_head, exists = _columns(
         BY_COLUMN, head, first_head, first_token, num_new, C.groups, C
     )

@@ -8,15 +8,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from triton.runtime.interpreter import InterpretedFunction
 
 from pageant.cache.formats import FORMATS
 from pageant.device import Device
 from pageant.kernels.gluon import decode_join
 from pageant.plan.hopper_tiles import hopper_tile
-from pageant.plan.on_device import BEGIN, CLOSER, END, ITEM, OPENER, PARTIAL, REQUEST, UNIT
-from pageant.plan.on_device import Cut, plan_step
+from pageant.plan.on_device import (
+    BEGIN,
+    CLOSER,
+    END,
+    ITEM,
+    OPENER,
+    PARTIAL,
+    REQUEST,
+    UNIT,
+    Cut,
+    plan_step,
+)
 from pageant.types import Shape
-from triton.runtime.interpreter import InterpretedFunction
 
 pytestmark = pytest.mark.skipif(
     not isinstance(decode_join.join_parts, InterpretedFunction), reason="needs the interpreter"

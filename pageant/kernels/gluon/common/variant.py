@@ -23,6 +23,7 @@ class Variant:
         tokens: keys of a stage for each warp.
         columns: of a tile, a power of 2.
         stages: of the ring.
+        stores_queries: whether queries stay in shared memory, as registers do not hold them too.
         page_size, box: tokens of a page, and of what one copy brings of it, a power of 2.
         heads, query_tokens: of a tile.
         all_kv_heads, group: Hkv, and query heads of a kv head.
@@ -42,6 +43,7 @@ class Variant:
     tokens: int
     columns: int
     stages: int
+    stores_queries: bool
     page_size: int
     box: int
     heads: int
