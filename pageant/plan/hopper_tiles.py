@@ -16,7 +16,7 @@ LEAST_COLUMNS = 8  # of a product's second operand
 MOST_BOX = 256  # elements along an axis of what one copy brings
 MOST_STAGES = 12
 MOST_HELD = 6144  # elements of queries and outputs that a warp's registers hold
-RESERVED = 4 * KIB  # shared memory beside the stages: barriers, exchanges between warps
+RESERVED = 2 * KIB  # shared memory beside the stages: barriers, exchanges between warps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ def hopper_tile(shape: Shape, fmt: Format, device: Device, tokens: int) -> Hoppe
     >>> shape = Shape(num_q_heads=16, num_kv_heads=2, head_dim=128)
     >>> tile = hopper_tile(shape, FORMATS["bf16"], Device.of("sm90"), tokens=1)
     >>> tile.kv_heads, tile.groups, tile.block, tile.stages
-    (2, 4, 64, 2)
+    (2, 4, 64, 3)
     """
     dims = power_of_2(shape.head_dim), power_of_2(shape.value_dim)
     fitting = [

@@ -141,8 +141,8 @@ def _decode(
         [
             (attend_all, (
                 (key_view, value_view, key_scale_view, value_scale_view, queries), full, empty, q,
-                out_to, lse_to, items, shares, parts, starts, lens, causal, (mask, mask_step), slopes,
-                sinks, numbers, (q_factor, k_factor), value_scale, value_factor, shard, C,
+                out_to, lse_to, items, shares, parts, starts, lens, causal, (mask, mask_step),
+                slopes, sinks, numbers, (q_factor, k_factor), value_scale, value_factor, shard, C,
             )),
             (copy_ahead, (
                 keys, values, key_scales, value_scales, key_boxes, value_boxes, key_scale_boxes,

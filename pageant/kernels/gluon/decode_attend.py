@@ -327,7 +327,7 @@ def attend(
         if C.scales == ROW_SCALES:
             s = s * gl.expand_dims(views[2].index(stage).load(gl.SliceLayout(2, SCORES)), 2)
         if C.cap:
-            s = (cap * LOG2_E) * _tanh(s * factor / cap)
+            s = (cap * LOG2_E) * _tanh(s * (factor / cap))
         else:
             s = s * (factor * LOG2_E)
         at = gl.expand_dims(position_of(key, shard, C.world), 2)

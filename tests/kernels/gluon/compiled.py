@@ -57,6 +57,8 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16 4 heads": {"heads": (32, 4)},
     "bf16 4, drafts 4": {"heads": (32, 4), "speculative": 3},
     "bf16 3 heads": {"heads": (6, 3), "page": 3},
+    "bf16 64 a head": {"heads": (64, 1)},
+    "bf16 1 head all": {"heads": (8, 1), **RICH},
     "bf16 ranks": {"world": 2},
     "fp8": {"format": "fp8_e4m3"},
     "fp8 everything": {"format": "fp8_e4m3", **RICH},
