@@ -97,6 +97,7 @@ GLUON_SM90: dict[str, Any] = {
 GLUON_DECODE: dict[str, Any] = {
     **GLUON_SM90,
     "kernel": "pageant.kernels.gluon.decode_sm90:run",
+    "shared_kernel": "pageant.kernels.gluon.decode:run_shared",
     "tiles": "hopper",
     "phases": ("decode",),
     "features": GLUON_SM90["features"] - {"other_16_bit_cache"},

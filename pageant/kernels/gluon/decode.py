@@ -12,6 +12,7 @@ token by token for each head. The portable kernel takes over where those of a wr
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -48,6 +49,7 @@ from pageant.kernels.gluon.decode_attend import attend_all
 from pageant.kernels.gluon.decode_copy import copy_ahead
 from pageant.kernels.gluon.decode_join import join_parts
 from pageant.plan.bound import Bound, unchanged
+from pageant.plan.device_groups import GroupWork
 from pageant.plan.device_plan import DeviceWork
 from pageant.plan.hopper_tiles import HopperTile
 from pageant.plan.tiles import power_of_2
@@ -165,16 +167,25 @@ def run_decode(call: AttentionCall) -> None:
     call.kept[kind](call)
 
 
-def _elsewhere(call: AttentionCall) -> Replanned:
-    """The portable kernel, which reads any cache."""
+def run_shared(_kernel: object, groups: GroupWork, call: AttentionCall) -> None:
+    """Attend to the rows of decodes of which some share keys, by the portable kernel."""
+    kind = (run_shared, call.work, groups)
+    if kind not in call.kept:
+        call.kept[kind] = _elsewhere(call, groups)
+    call.kept[kind](call)
+
+
+def _elsewhere(call: AttentionCall, groups: GroupWork | None = None) -> Replanned:
+    """The portable kernel, which reads any cache and whose requests may share keys."""
     tile, shares = call.work.tile, call.work.shares.shape[0]
     sets = call.cache.k.shape[2] // tile.kv_heads
     units = sets * -(-(call.q.shape[1] // call.cache.k.shape[2]) // tile.heads)
     requests = (call.work.items.shape[0] - shares) // (
         units * -(-call.work.threshold // tile.tokens)
     )
-    run = import_module("pageant.kernels.triton.attention").run_decode
-    return Replanned(call, max(requests, len(call.key_lens)), run)
+    portable = import_module("pageant.kernels.triton.attention")
+    run = portable.run_decode if groups is None else partial(portable.run_shared, None, groups)
+    return Replanned(call, max(requests, len(call.key_lens)), run, groups)
 
 
 def can_copy(call: AttentionCall) -> bool:

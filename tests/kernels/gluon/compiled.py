@@ -69,7 +69,7 @@ CASES: dict[str, dict[str, Any]] = {
     "e5m2": {"format": "fp8_e5m2"},
     "int8": {"format": "int8"},
     "int8 everything": {"format": "int8", **RICH},
-    "int8 1 head": {"format": "int8", "heads": (8, 1)},
+    "int8 2 heads": {"format": "int8", "heads": (16, 2)},
     "int8 256": {"format": "int8", "dim": 256, "heads": (16, 8)},
     "fp8 per row": {"format": "fp8_e4m3_token_head"},
     "nvfp4": {"format": "nvfp4"},

@@ -1,7 +1,8 @@
-"""A decode handed on to a kernel of other tiles, for caches that the chosen kernel cannot read.
+"""A decode handed on to a kernel of other tiles, where the chosen kernel cannot compute it.
 
-Rows are chosen before any cache is seen, and a wrapped cache may have any strides. What such a
-decode is, the kernel that takes it over must plan again: on the device, in every call.
+Rows are chosen before any cache is seen, and a wrapped cache may have any strides; nor does a plan
+know, when an Attention is built, which requests will share keys. The kernel that takes such a
+decode over must plan it again: on the device, in every call.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from pageant.device import Device
 from pageant.kernels.call import AttentionCall
 from pageant.plan.bound import Bound
-from pageant.plan.buffers import Workspace
+from pageant.plan.device_groups import GroupWork
 from pageant.plan.device_plan import LEAST_BLOCKS, DeviceWork
 from pageant.plan.on_device import ITEM, Cut, plan_step
 from pageant.plan.tiles import tile_for
@@ -28,10 +29,15 @@ class Replanned:
         call: one such call; of others, only addresses and the number of requests differ.
         requests: at most.
         run: the kernel that takes over, of tiles as ``tile_for`` sizes them.
+        groups: of requests that share keys, of which `run` then takes care; or None.
     """
 
     def __init__(
-        self, call: AttentionCall, requests: int, run: Callable[[AttentionCall], None]
+        self,
+        call: AttentionCall,
+        requests: int,
+        run: Callable[[AttentionCall], None],
+        groups: GroupWork | None = None,
     ) -> None:
         device, cache = Device.detect(call.q.device), call.cache
         shape = Shape(
@@ -53,9 +59,14 @@ class Replanned:
         self.work = DeviceWork(
             tile, new(capacity, ITEM.value), new(shares, 2), new(shares), threshold
         )
-        parts = (2 * shares, tile.rows)
-        self.workspace = Workspace(
-            new(*parts, shape.value_dim, dtype=torch.float32), new(*parts, dtype=torch.float32)
+        rows = 2 * shares * tile.rows
+        if groups is not None:  # the parts of one pass are joined before those of the other
+            rows = max(rows, 2 * groups.work.shares.shape[0] * groups.work.tile.rows)
+        parts = (-(-rows // tile.rows), tile.rows)
+        self.workspace = replace(
+            call.workspace,
+            partial_out=new(*parts, shape.value_dim, dtype=torch.float32),
+            partial_lse=new(*parts, dtype=torch.float32),
         )
         window = new(1).fill_(call.params.window or 0)
         lists = (self.work.items, self.work.shares, self.work.arrivals)
@@ -66,8 +77,10 @@ class Replanned:
             world=shard.world,
             splits=0,
             least=LEAST_BLOCKS,
+            skips=groups is not None,
         )
-        args = (window, threshold, (shard.rank, shard.interleave), capacity, None, cut)
+        skips = None if groups is None else (groups.skips, 0)
+        args = (window, threshold, (shard.rank, shard.interleave), capacity, skips, cut)
         self.args = (None, None, *lists, *args)  # lengths are bounded already, and not copied
         given = self._given(call)
         self.plan = Bound(plan_step, (*given, *self.args), call.q.device, num_warps=1)
