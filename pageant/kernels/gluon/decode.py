@@ -54,7 +54,7 @@ from pageant.plan.device_plan import DeviceWork
 from pageant.plan.hopper_tiles import HopperTile
 from pageant.plan.tiles import power_of_2
 
-COPIER_REGISTERS = gl.constexpr(32)
+COPIER_REGISTERS = gl.constexpr(40)
 # Of these no code depends on the value. (Inside tuples it always does.)
 FREE = ["table", "table_step", "causal", "mask", "mask_step", "slopes", "sinks", "q_factor"]
 FREE += ["k_factor", "value_factor"]
