@@ -19,7 +19,10 @@ from pageant.device import Device
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = (ROOT / "tests/golden/compiled_gluon.txt").read_text(encoding="utf-8").splitlines()
-MANY_COLUMNS = ("drafts", "64 a head")  # of which some do not fit into registers beside their queries
+MANY_COLUMNS = (
+    "drafts",
+    "64 a head",
+)  # of which some do not fit into registers beside their queries
 
 
 @pytest.mark.slow
@@ -40,11 +43,10 @@ def test_compiles() -> None:
     for line in lines[1:]:
         name, took = line[:18], line[18:].split()
         assert int(took[3]) <= Device.of("sm90").shared_memory_bytes, line
-        if took[0] == "join_parts":
-            assert int(took[2]) == 0, line
-            continue
         if not any(word in name for word in MANY_COLUMNS):
-            assert int(took[2]) <= 64, line  # the warp that copies has few registers
+            assert int(took[2]) <= 64, line  # none of it in the loop over keys
+        if took[0] == "join_parts":
+            continue
         assert all(int(part.partition(":")[2]) > 0 for part in took[6:]), line
     if GOLDEN[0].startswith(f"triton {triton.__version__};"):
         assert lines == GOLDEN
