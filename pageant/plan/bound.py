@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import JITFunction, driver
 
 Grid = tuple[int, int, int]
@@ -57,7 +58,7 @@ class Bound:
 
     Args:
         kernel: the kernel.
-        args: its arguments: tensors, numbers, None, or tuples of such; constants last.
+        args: its arguments: tensors, numbers, None, or tuples of such; descriptors; constants last.
         device: where it runs.
         **options: of the compiler (num_warps ..).
 
@@ -132,6 +133,8 @@ def _kind(value: Any) -> Any:
         return tuple([_kind(part) for part in value])
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, TensorDescriptor):
+        return value.base.dtype, *value.block_shape, value.layout
     if isinstance(value, int) and not isinstance(value, bool):
         return value == 1, value % 16 == 0, value.bit_length() // 32
     return float if isinstance(value, float) else value

@@ -15,12 +15,12 @@ from pageant.plan.bound import Bound
 from pageant.plan.buffers import PlanBuffers, Workspace
 from pageant.plan.build import Plan, Planner
 from pageant.plan.copies import BatchCopy, DeviceWrites
+from pageant.plan.hopper_tiles import tiles_for
 from pageant.plan.inputs import resolve_layer
 from pageant.plan.mistakes import check_host, traits_of
 from pageant.plan.on_device import ITEM, Cut, draw_trees, plan_step
 from pageant.plan.pages import PageUse
-from pageant.plan.tiles import Tile, tile_for
-from pageant.select.row import PHASES, Phase
+from pageant.plan.tiles import Tile
 from pageant.types import Shape
 
 LEAST_BLOCKS = 2  # of a share
@@ -87,9 +87,8 @@ class DevicePlanner(Planner):
         assert device is not None
         limits, options = self.limits, self.options
         self.threshold = 0 if options.invariant else self.decode_threshold
-        self.tiles: dict[Phase, Tile] = {
-            phase: tile_for(phase, shape, fmt, device, self.decode_threshold) for phase in PHASES
-        }
+        tiles = self.chosen.rows["decode"].tiles
+        self.tiles = tiles_for(tiles, shape, fmt, device, self.decode_threshold)
         tile = self.tiles["decode"]
         self.units = tile.units(shape)
         requests = min(limits.max_requests, limits.max_tokens)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 Owner = Literal["pageant", "reference", "flashinfer"]
+Tiles = Literal["triton", "hopper"]
 GraphLevel = Literal["NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS"]
 GRAPH_LEVELS: tuple[GraphLevel, ...] = (
     "NEVER",
@@ -105,6 +106,7 @@ class Row:
         name: what ``explain`` prints and ``Options.kernels`` accepts.
         kernel: "module:function", imported when first used; until the module exists the row
             refuses everything.
+        tiles: whose rules say how large the kernel's tiles are, where it is planned on the device.
         shared_kernel: "module:function" that computes decodes of which several share keys, by
             means of the kernel; "" if it has none.
         packages: importable names the kernel needs besides torch.
@@ -128,6 +130,7 @@ class Row:
 
     name: str
     kernel: str
+    tiles: Tiles = "triton"
     shared_kernel: str = ""
     packages: tuple[str, ...] = ()
     owner: Owner

@@ -93,6 +93,20 @@ GLUON_SM90: dict[str, Any] = {
     "features": ON_GPU["features"] | {"fp32_over_quantized"},  # refused as float32
     "head_dims": (64, 96, 128, (192, 128), 256),
 }
+# Not measured yet: "decode:run_decode" in place of "decode_sm90:run" turns these rows on.
+GLUON_DECODE: dict[str, Any] = {
+    **GLUON_SM90,
+    "kernel": "pageant.kernels.gluon.decode_sm90:run",
+    "shared_kernel": "pageant.kernels.gluon.decode:run_shared",
+    "tiles": "hopper",
+    "phases": ("decode",),
+    "features": GLUON_SM90["features"] - {"other_16_bit_cache"},
+}
+GLUON_DECODE_SCALED: dict[str, Any] = {
+    **GLUON_DECODE,
+    "page_sizes": (16, 32, 64, 128, 256),
+    "layouts": ("LBHNC", "LHBNC", "BLHNC", "BHLNC"),
+}
 TRITON: dict[str, Any] = {**ON_GPU, "packages": ("triton",), "families": SINCE_AMPERE}
 TRITON_DECODE: dict[str, Any] = {
     **TRITON,
@@ -120,10 +134,22 @@ ROWS: tuple[Row, ...] = (
     *FLASHINFER_ROWS,
     Row(
         name="gluon_sm90.decode",
-        kernel="pageant.kernels.gluon.decode_sm90:run",
-        phases=("decode",),
-        because="Hopper: keys come by asynchronous copies, products by its own tensor cores.",
-        **GLUON_SM90,
+        because="Hopper: pages come by asynchronous copies, a warp a head multiplies them.",
+        **{**GLUON_DECODE, "formats": ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")},
+    ),
+    Row(
+        name="gluon_sm90.decode_row_scales",
+        because="The same for rows with a scale each, where a head's scales lie together.",
+        **{**GLUON_DECODE_SCALED, "formats": ("int8", "fp8_e4m3_token_head")},
+    ),
+    Row(
+        name="gluon_sm90.decode_nvfp4",
+        because="The same for nvfp4, widened in registers, where a head's scales lie together.",
+        **{
+            **GLUON_DECODE_SCALED,
+            "formats": ("nvfp4", "nvfp4_4over6"),
+            "head_dims": (64, 128, 256),  # copies bring powers of two of scales
+        },
     ),
     Row(
         name="gluon_sm90.prefill",

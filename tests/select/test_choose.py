@@ -65,8 +65,11 @@ def nothing_missing(row: Row) -> None:
 def test_every_row_is_reachable() -> None:
     reached = set()
     for question in (*QUESTIONS.values(), *FLASHINFER_QUESTIONS.values()):
-        for kernels, device in itertools.product(("auto", "flashinfer"), FAMILIES.values()):
-            config = configuration("bf16", question, kernels=kernels)
+        formats = ("bf16", "int8", "nvfp4")
+        for fmt, kernels, device in itertools.product(
+            formats, ("auto", "flashinfer"), FAMILIES.values()
+        ):
+            config = configuration(fmt, question, kernels=kernels)
             for missing in (missing_here, nothing_missing):
                 reached |= {*explain(*config, device, missing=missing).rows.values()}
     assert reached == set(ROWS)

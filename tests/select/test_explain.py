@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -38,9 +39,11 @@ def test_json_of_the_cpu() -> None:
         "gluon_sm90.prefill",
         "triton.prefill",
         "gluon_sm90.decode",
+        "gluon_sm90.decode_row_scales",
+        "gluon_sm90.decode_nvfp4",
         "triton.decode",
     ]
-    assert all(row["why"].startswith("serves no device of this family; ") for row in refused)
+    assert all("device of this family" in row["why"] for row in refused)
     assert json.loads(json.dumps(answer)) == {
         "ok": True,
         "prefill": {"kernel": "cpu.prefill", "q_dtype": "bfloat16"},
@@ -94,7 +97,7 @@ def test_text_names_device_cache_kernels_and_refusals() -> None:
     assert "fp8_e4m3, 16 tokens a page" in str(answer)
     assert ["phase", "kernel", "because"] in lines
     assert ["decode", "reference.attention", "Last"] in [line[:3] for line in lines]
-    assert "decode   triton.decode       is not built" in str(answer)
+    assert re.search(r"decode   triton.decode +is not built", str(answer))
     assert "cpu.decode" not in str(answer)  # for another device
     assert all(line == line.rstrip() for line in str(answer).splitlines())
 

@@ -1,0 +1,1 @@
+"""What the kernels here share; each file is inlined into those that use it."""
