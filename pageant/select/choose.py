@@ -213,7 +213,8 @@ def load_shared(row: Row) -> Callable[..., None]:
 
 def load_stores(row: Row) -> tuple[Callable[..., None], Callable[..., None]]:
     """What writes pages and what quantises outputs where the row's kernel runs."""
-    write, quantize = STORES_ON_DEVICE if row.is_planned_on_device else STORES
+    on_device = row.is_planned_on_device or row.owner == "flashinfer"
+    write, quantize = STORES_ON_DEVICE if on_device else STORES
     return _load(write), _load(quantize)
 
 

@@ -86,7 +86,6 @@ QUERIES = (
 
 COMMON: dict[str, Any] = {
     "owner": "flashinfer",
-    "kernel": "pageant.kernels.vendor.flashinfer:run",
     "packages": ("flashinfer",),
     "auto": SM10X,
     "dtypes": ("float16", "bfloat16"),
@@ -99,6 +98,7 @@ COMMON: dict[str, Any] = {
     "reports": SINGLE_TOKEN,
     "queries": QUERIES,
 }
+VENDOR = "pageant.kernels.vendor.flashinfer"
 SM10X_ONLY: dict[str, Any] = {**COMMON, "families": SM10X, "layouts": HEAD_MAJOR}
 OTHERS_ONLY: dict[str, Any] = {**COMMON, "families": OTHERS}
 XQA_ONLY: dict[str, Any] = {**COMMON, "families": XQA_FAMILIES}
@@ -112,12 +112,14 @@ TRTLLM_GEN: dict[str, Any] = {
 }
 NATIVE_PREFILL: dict[str, Any] = {
     "name": "flashinfer.native",
+    "kernel": f"{VENDOR}:native_prefill",
     "phases": ("prefill",),
     "features": NATIVE,
     "because": "Many new tokens: planned on the host, one window and cap for all layers.",
 }
 NATIVE_DCP_PREFILL: dict[str, Any] = {
     "name": "flashinfer.native-dcp",
+    "kernel": f"{VENDOR}:native_on_ranks",
     "phases": ("prefill",),
     "ranks": (SEVERAL_RANKS,),
     "features": NATIVE_DCP,
@@ -125,6 +127,7 @@ NATIVE_DCP_PREFILL: dict[str, Any] = {
 }
 NATIVE_DECODE: dict[str, Any] = {
     "name": "flashinfer.native",
+    "kernel": f"{VENDOR}:native_decode",
     "phases": ("decode",),
     "ranks": (ONE_RANK, SEVERAL_RANKS),
     "features": NATIVE_ON_RANKS,
@@ -133,6 +136,7 @@ NATIVE_DECODE: dict[str, Any] = {
 
 FLASHINFER_ROWS: tuple[Row, ...] = (
     Row(
+        kernel=f"{VENDOR}:trtllm_prefill",
         phases=("prefill",),
         features=TRTLLM | ON_RANKS,
         because="Datacentre Blackwell: reads the page table on the device, quantises outputs.",
@@ -142,6 +146,7 @@ FLASHINFER_ROWS: tuple[Row, ...] = (
     Row(**{**OTHERS_ONLY, **NATIVE_PREFILL}),
     Row(
         name="flashinfer.native-sink",
+        kernel=f"{VENDOR}:native_sink",
         phases=("prefill",),
         features=NATIVE_SINK,
         because="Many new tokens with sinks: planned on the host, no soft cap.",
@@ -153,6 +158,7 @@ FLASHINFER_ROWS: tuple[Row, ...] = (
         **{
             **XQA_ONLY,
             "name": "flashinfer.xqa",
+            "kernel": f"{VENDOR}:xqa",
             "phases": ("decode",),
             "head_dims": (64, 128, 256),
             "features": TABLE | {"non_causal"},
@@ -163,6 +169,7 @@ FLASHINFER_ROWS: tuple[Row, ...] = (
     Row(
         **{
             **TRTLLM_GEN,
+            "kernel": f"{VENDOR}:trtllm_decode",
             "phases": ("decode",),
             "ranks": (ONE_RANK, SEVERAL_RANKS),
             "features": TRTLLM | {"lse", "fp8_left_to_native"},
