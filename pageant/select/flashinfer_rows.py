@@ -37,13 +37,14 @@ FLASHINFER_ONLY = frozenset(
         "quantized_out_of_plain_cache",
         "quantized_out_of_plain_query",
         "nvfp4_out_of_nvfp4_cache",
+        "all_inputs",
     }
 )
 TABLE_KERNELS_WANTED = {"table_kernels_off", "no_cubins"}
 ON_RANKS = {"sinks_on_ranks", "non_causal_on_ranks"}
 LARGE_PAGES = {"large_pages_of_lone_heads", "large_pages_without_table_kernels"}
 # Pairs are listed where another field of the row refuses one half of them: one reason is enough.
-PAIRS = FLASHINFER_ONLY - {*TABLE_KERNELS_WANTED, "other_16_bit_cache"}
+PAIRS = FLASHINFER_ONLY - {*TABLE_KERNELS_WANTED, "other_16_bit_cache", "all_inputs"}
 
 EVERY = {"window", "unquantized_query", "adaptive", "non_causal_drafts", "fp32_over_quantized"}
 NATIVE = PAIRS | EVERY | TABLE_KERNELS_WANTED
@@ -143,7 +144,7 @@ FLASHINFER_ROWS: tuple[Row, ...] = (
         **TRTLLM_GEN,
     ),
     Row(**{**SM10X_ONLY, **NATIVE_PREFILL}),
-    Row(**{**OTHERS_ONLY, **NATIVE_PREFILL}),
+    Row(**{**OTHERS_ONLY, **NATIVE_PREFILL, "features": NATIVE | {"draft_masks"}}),
     Row(
         name="flashinfer.native-sink",
         kernel=f"{VENDOR}:native_sink",
@@ -161,7 +162,7 @@ FLASHINFER_ROWS: tuple[Row, ...] = (
             "kernel": f"{VENDOR}:xqa",
             "phases": ("decode",),
             "head_dims": (64, 128, 256),
-            "features": TABLE | {"non_causal"},
+            "features": TABLE | {"non_causal", "draft_masks"},
             "reports": UNIFORM,
             "because": "A few new tokens, drafts among them: reads the page table on the device.",
         }

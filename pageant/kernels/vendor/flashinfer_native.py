@@ -16,6 +16,8 @@ import torch
 
 from pageant.kernels.call import AttentionCall
 from pageant.kernels.vendor.common import (
+    FA3_HEADS,
+    FP8,
     Part,
     attend,
     content_of,
@@ -155,17 +157,18 @@ def _planned_with_sinks(call: AttentionCall, part: Part, number: int) -> Any:
 def _sink_wrapper(call: AttentionCall) -> Any:
     """A wrapper whose kernel FlashInfer compiles now.
 
-    It names that kernel by the type of queries and by whether there is a window, so two of
-    different head sizes or cache types cannot live in one process.
+    It names that kernel by the type of queries, whether there is a window, and fa2 or fa3, so two
+    of different head sizes or cache types cannot live in one process.
     """
     dim, kv_dtype = call.q.shape[2], call.cache.k.dtype
-    name, content = (call.q.dtype, call.params.window is None), (dim, kv_dtype)
+    fa3 = call.work.family == "sm90" and dim in FA3_HEADS and kv_dtype not in FP8
+    name, content = (call.q.dtype, call.params.window is None, fa3), (dim, kv_dtype)
     held = SINK_MODULES.setdefault(name, content)
     if held != content:
         allowed = (
-            f"{held[0]} over {held[1]}, which this process runs: FlashInfer tells the kernels "
+            f"{held[0]} over {held[1]}: this process runs that, and FlashInfer's sink kernels "
         )
-        raise bad("shape.head_dim", f"{dim} over {kv_dtype}", allowed + "of others not apart")
+        raise bad("shape.head_dim", f"{dim} over {kv_dtype}", allowed + "of both have one name")
     return library().BatchAttentionWithAttentionSinkWrapper(
         call.work.room,
         "NHD",

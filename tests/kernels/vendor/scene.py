@@ -17,6 +17,7 @@ import pageant
 import pageant.integrations.flashinfer as stand_in
 from pageant.device import FAMILIES
 from pageant.kernels.cpu.write_pages import write_pages
+from pageant.kernels.vendor.flashinfer_native import SINK_MODULES
 from tests.inputs import Problem
 from tests.kernels.vendor.signatures import folder, read, recorded, signature
 
@@ -86,8 +87,16 @@ def flashinfer() -> Iterator[Calls]:
         module = modules[f"flashinfer.{part}"] = types.ModuleType(f"flashinfer.{part}")
         for name in names:
             setattr(module, name, calls.function(part, name))
-    with patch.dict(sys.modules, modules):
-        yield calls
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    try:  # not patch.dict, which would forget whatever else is imported meanwhile
+        with patch.dict(SINK_MODULES):
+            yield calls
+    finally:
+        for name, module in before.items():
+            del sys.modules[name]
+            if module is not None:
+                sys.modules[name] = module
 
 
 def attention(mine: pageant.Attention, family: str, **options: Any) -> pageant.Attention:

@@ -100,5 +100,7 @@ def signature(known: dict[str, Parameters], name: str) -> inspect.Signature:
 
 
 if __name__ == "__main__":
-    lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(read(Path(sys.argv[1])).items())]
+    lines = [
+        f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(read(Path(sys.argv[1])).items())
+    ]
     RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
