@@ -16,10 +16,11 @@ from pageant.kernels.launch import launch, never_compiled
 from pageant.kernels.warmup import Progress, warm_up
 from pageant.parallel import run as parallel
 from pageant.plan.batch import Batch
-from pageant.plan.build import Plan, planner_of
+from pageant.plan.build import Plan
 from pageant.plan.calls import Calls
 from pageant.plan.inputs import layer_of, partial_params
 from pageant.plan.outputs import new_lse, new_out
+from pageant.plan.planners import planner_of
 from pageant.select.bounds import require_whole
 from pageant.select.choose import load_stores
 from pageant.select.explain import Explanation, explain
@@ -99,8 +100,8 @@ class Attention:
 
     def new_cache(self, *, num_layers: int, num_pages: int) -> PagedCache:
         """Memory for the keys and values of `num_layers` layers, `num_pages` pages each, zeroed."""
-        require_whole("num_layers", num_layers)
-        require_whole("num_pages", num_pages)
+        for name, count in (("num_layers", num_layers), ("num_pages", num_pages)):
+            require_whole(name, count)
         layout = layout_for(self.shape, self.cache, num_layers, num_pages)
         try:
             return PagedCache(layout, self.format, self.device, self.cache.v_scale_order)
@@ -157,8 +158,7 @@ class Attention:
             layer: k_scale and v_scale; a layer with `shares_cache` writes nothing.
         """
         layer = layer_of(layer)
-        self._planner.require(plan)
-        index = plan.buffers.batch.writes
+        index = self._planner.require(plan).buffers.batch.writes
         if index is None:
             raise bad("batch.slot_mapping", None, "a tensor, for plans that write")
         known = self._calls.check_write(index.num_tokens, k, v, cache, layer)
@@ -225,14 +225,14 @@ class Attention:
             return (out, new_lse(q)) if return_lse else out
         plan = self._planner.require(plan)
         known = self._calls.check_run(plan.batch, q, cache, layer, out, out_scales, (k, v))
-        params = known.params
+        params, real, kernels = known.params, plan.buffers.real_tokens, self._explanation.rows
         assert cache is not None
         plan.buffers.pages.check(cache.num_pages)
         if out is None:
             out = new_out(q, plan.buffers.known_tokens, self.shape, params)
-        real, kernels = plan.buffers.real_tokens, self._explanation.rows
         q = q if q.dtype == self.shape.dtype else q.to(self.shape.dtype)
-        rows = out if params.out_format == "model" else self._planner.workspace.finished
+        is_last = params.out_format == "model" or self._planner.quantizes_out
+        rows = out if is_last else self._planner.workspace.finished
         lse = new_lse(q) if return_lse else None
         if self._ranks is not None and self._ranks.group is not None:
             rows, whole_lse = parallel.run(kernels, plan, q, cache, params, self._ranks)
@@ -240,8 +240,8 @@ class Attention:
                 lse[:real] = whole_lse
         else:
             params = params if self._ranks is None else partial_params(params, return_lse)
-            launch(kernels, plan, q, cache, params, rows, lse, known.kept)
-        if params.out_format != "model":
+            launch(kernels, plan, q, cache, params, rows, lse, known.kept, out_scales)
+        if not is_last:
             ends = plan.buffers.batch.query_start_loc[-1:]
             self._quantize(rows[:real], out, out_scales, params, ends, known.kept)
         elif rows is not out:

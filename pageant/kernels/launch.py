@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from pageant.cache.out_scales import OutScales
 from pageant.cache.pages import LayerCache
 from pageant.kernels.call import AttentionCall
 from pageant.plan.build import Plan
@@ -35,7 +36,7 @@ def never_compiled(function: Callable[Params, Result]) -> Callable[Params, Resul
     return call
 
 
-def launch(
+def launch(  # budget: what one layer gives, and its plan
     rows: Mapping[str, Row],
     plan: Plan,
     q: torch.Tensor,
@@ -44,13 +45,14 @@ def launch(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     kept: dict[Any, Any] | None = None,
+    out_scales: OutScales | None = None,
 ) -> None:
     """Run one layer; phases without work launch nothing.
 
     Args:
         rows: the chosen row of each phase.
         plan: the step's plan.
-        q, cache, params, out, lse, kept: as in AttentionCall.
+        q, cache, params, out, lse, kept, out_scales: as in AttentionCall.
     """
     buffers, batch = plan.buffers, plan.buffers.batch
     for phase, row in rows.items():
@@ -70,6 +72,7 @@ def launch(
                 work=work,
                 workspace=plan.planner.workspace,
                 shard=plan.planner.shard,
+                out_scales=out_scales,
                 kept={} if kept is None else kept,
             )
             if phase == "decode" and params.window in buffers.shared:

@@ -27,17 +27,20 @@ class Workspace:
             those of other ranks; empty if none are.
         shared: partial results of gathered rows, on a GPU their results, [rows, Hq, Dv] and
             [rows, Hq]; None where nothing is ever shared.
+        library: uint8, scratch of another library's kernels.
     """
 
     partial_out: torch.Tensor
     partial_lse: torch.Tensor
     finished: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     shared: Workspace | None = None
+    library: tuple[torch.Tensor, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         """Bytes allocated."""
         own = self.partial_out.nbytes + self.partial_lse.nbytes + self.finished.nbytes
+        own += sum(room.nbytes for room in self.library)
         return own + (0 if self.shared is None else self.shared.num_bytes)
 
 
@@ -46,7 +49,7 @@ class PlanBuffers:
     """One plan slot: what planning writes and running reads.
 
     Attributes:
-        work: a WorkList for each (phase, window), or a DeviceWork.
+        work: a WorkList for each (phase, window), or a DeviceWork, or a HostWork.
         shared: the work of shared prefixes for each window that has any: a SharedWork; or on a GPU,
             for each that may have any, a GroupWork.
         memory: where the copy lies: CopyMemory, or DeviceMemory.

@@ -21,7 +21,6 @@ from pageant.plan.split import Split, split_decodes_and_prefills
 from pageant.plan.work import Lengths, fill_decode, fill_prefill
 from pageant.ranks import ALONE
 from pageant.select.answer import Explanation
-from pageant.select.row import Row
 from pageant.types import CacheSpec, Features, Limits, Options, Shape, bad
 
 
@@ -89,6 +88,7 @@ class Planner:
     """Plans batches on the host for one Attention: inspect everything, then write the buffers."""
 
     resolve = staticmethod(resolve_layer)
+    quantizes_out = False  # whether kernels write quantised outputs by themselves
 
     def __init__(
         self,
@@ -189,6 +189,11 @@ class Planner:
         held = self.shard.count(lens.key_lens)
         copy = buffers.memory.copy(batch, lens.starts, held, self.page_size)
         buffers.copy, buffers.packed = copy, None
+        self._fill_work(buffers, batch, lens)
+
+    def _fill_work(self, buffers: PlanBuffers, batch: Batch, lens: Lens) -> None:
+        """Write what each phase has to do; the copy of the batch is made."""
+        copy = buffers.batch
         if copy.draft_mask is None and isinstance(copy.causal, torch.Tensor):
             sees_all = ~copy.causal.cpu().numpy()
         else:
@@ -234,12 +239,3 @@ class Planner:
             hidden |= key_lens > window
         cached = self.shard.count(np.where(hidden, 0, np.maximum(cached, 0)))
         return shared_prefixes(batch.page_table.numpy()[part], cached, self.page_size)
-
-
-def planner_of(row: Row) -> type[Planner]:
-    """What plans for a decode kernel: on its device, if that is where it looks for its work."""
-    if not row.is_planned_on_device:
-        return Planner
-    from pageant.plan.device_groups import SharingPlanner  # only here is Triton needed
-
-    return SharingPlanner

@@ -24,6 +24,8 @@ class LayerParams:
     Attributes:
         score_scale: factor on q·k: scale, and q_scale and k_scale where those are quantised.
         value_scale: factor on the output: v_scale if the cache is quantised.
+        query_scale: q_scale, for kernels that quantise queries: codes are q / query_scale; None for
+            queries that came quantised, which are codes already.
         window, soft_cap, sinks, alibi_slopes, out_format: as in Layer.
         out_scale: as in Layer; 1 for outputs that are not quantised.
         score_factors, value_factor: floats [1] on a GPU, or None: q_scale and k_scale, and
@@ -32,6 +34,7 @@ class LayerParams:
 
     score_scale: float
     value_scale: float = 1.0
+    query_scale: Scalar | None = 1.0
     window: int | None = None
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
@@ -207,6 +210,7 @@ def resolve_layer(
     return LayerParams(
         score_scale=score,
         value_scale=value,
+        query_scale=None if q.dtype in FP8_DTYPES else layer.q_scale,
         window=layer.window,
         soft_cap=layer.soft_cap,
         sinks=layer.sinks,

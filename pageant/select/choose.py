@@ -4,8 +4,8 @@
 
 - "auto": own kernels, then the reference; before them FlashInfer's, where its rows ask for that.
 - "pageant", "reference", "flashinfer": that owner's rows alone.
-- a row's name: that kernel alone, for every phase it has; its other phase is chosen as under
-  "auto".
+- a row's name: that kernel alone, for every phase it has; its other phase as under "auto", for a
+  kernel of FlashInfer's as under "flashinfer".
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from pageant.select.validate import check_config
 from pageant.types import ArgumentError, CacheSpec, Features, Options, Shape, Support, bad
 
 Missing = Callable[[Row], str | None]
-
 STORES = (
     "pageant.kernels.cpu.write_pages:write_pages",
     "pageant.kernels.cpu.quantize_out:quantize_out",
@@ -153,7 +152,27 @@ def choose_each(
 ) -> tuple[Choice, ...]:
     """The choice of each phase, prefill first, for a configuration `check_config` accepts."""
     needs = needs_of(shape, cache, features, options, device, cubins)
-    return tuple(choose(needs, phase, options.kernels, missing=missing) for phase in PHASES)
+    return choose_together(needs, options.kernels, missing)
+
+
+def choose_together(needs: tuple[Need, ...], kernels: str, missing: Missing) -> tuple[Choice, ...]:
+    """The choice of each phase, prefill first: FlashInfer's kernels serve both or neither."""
+    made = [choose(needs, phase, kernels, missing=missing) for phase in PHASES]
+    owners = [choice.row.owner for choice in made if choice.row]
+    if len(owners) < 2 or owners.count("flashinfer") != 1:
+        return tuple(made)
+    other = 1 - owners.index("flashinfer")
+    theirs = made[1 - other]
+    if theirs.row is not None and theirs.row.name == kernels:  # that kernel or none
+        made[other] = choose(needs, PHASES[other], "flashinfer", missing=missing)
+    else:
+
+        def lacking(row: Row) -> str | None:
+            apart = "needs a plan of its own; would run if it served both phases"
+            return apart if row.owner == "flashinfer" else missing(row)
+
+        made[1 - other] = choose(needs, theirs.phase, kernels, missing=lacking)
+    return tuple(made)
 
 
 def supports(
@@ -213,7 +232,8 @@ def load_shared(row: Row) -> Callable[..., None]:
 
 def load_stores(row: Row) -> tuple[Callable[..., None], Callable[..., None]]:
     """What writes pages and what quantises outputs where the row's kernel runs."""
-    write, quantize = STORES_ON_DEVICE if row.is_planned_on_device else STORES
+    on_device = row.is_planned_on_device or row.owner == "flashinfer"
+    write, quantize = STORES_ON_DEVICE if on_device else STORES
     return _load(write), _load(quantize)
 
 

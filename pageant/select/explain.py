@@ -14,9 +14,8 @@ import torch
 from pageant.device import Device
 from pageant.select.answer import Explanation
 from pageant.select.built import missing_elsewhere, missing_here, never_missing
-from pageant.select.choose import Missing, choose, device_of
+from pageant.select.choose import Missing, choose_together, device_of
 from pageant.select.needs import needs_of
-from pageant.select.row import PHASES
 from pageant.select.validate import check_config
 from pageant.types import ArgumentError, CacheSpec, Features, Options, Shape, Support
 
@@ -60,7 +59,7 @@ def explain(
     except ArgumentError as error:
         return Explanation(support=Support(False, str(error), error.argument), **asked)
     needs = needs_of(shape, cache, features, options, known, cubins)
-    choices = tuple(choose(needs, phase, options.kernels, missing=missing) for phase in PHASES)
+    choices = choose_together(needs, options.kernels, missing)
     support = next((c.support for c in choices if c.row is None), Support(True))
     return Explanation(
         support=support, device=known, choices=choices, needs=needs, missing=missing, **asked

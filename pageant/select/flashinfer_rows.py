@@ -37,13 +37,14 @@ FLASHINFER_ONLY = frozenset(
         "quantized_out_of_plain_cache",
         "quantized_out_of_plain_query",
         "nvfp4_out_of_nvfp4_cache",
+        "all_inputs",
     }
 )
 TABLE_KERNELS_WANTED = {"table_kernels_off", "no_cubins"}
 ON_RANKS = {"sinks_on_ranks", "non_causal_on_ranks"}
 LARGE_PAGES = {"large_pages_of_lone_heads", "large_pages_without_table_kernels"}
 # Pairs are listed where another field of the row refuses one half of them: one reason is enough.
-PAIRS = FLASHINFER_ONLY - {*TABLE_KERNELS_WANTED, "other_16_bit_cache"}
+PAIRS = FLASHINFER_ONLY - {*TABLE_KERNELS_WANTED, "other_16_bit_cache", "all_inputs"}
 
 EVERY = {"window", "unquantized_query", "adaptive", "non_causal_drafts", "fp32_over_quantized"}
 NATIVE = PAIRS | EVERY | TABLE_KERNELS_WANTED
@@ -86,7 +87,6 @@ QUERIES = (
 
 COMMON: dict[str, Any] = {
     "owner": "flashinfer",
-    "kernel": "pageant.kernels.vendor.flashinfer:run",
     "packages": ("flashinfer",),
     "auto": SM10X,
     "dtypes": ("float16", "bfloat16"),
@@ -99,6 +99,7 @@ COMMON: dict[str, Any] = {
     "reports": SINGLE_TOKEN,
     "queries": QUERIES,
 }
+VENDOR = "pageant.kernels.vendor.flashinfer"
 SM10X_ONLY: dict[str, Any] = {**COMMON, "families": SM10X, "layouts": HEAD_MAJOR}
 OTHERS_ONLY: dict[str, Any] = {**COMMON, "families": OTHERS}
 XQA_ONLY: dict[str, Any] = {**COMMON, "families": XQA_FAMILIES}
@@ -112,12 +113,14 @@ TRTLLM_GEN: dict[str, Any] = {
 }
 NATIVE_PREFILL: dict[str, Any] = {
     "name": "flashinfer.native",
+    "kernel": f"{VENDOR}:native_prefill",
     "phases": ("prefill",),
     "features": NATIVE,
     "because": "Many new tokens: planned on the host, one window and cap for all layers.",
 }
 NATIVE_DCP_PREFILL: dict[str, Any] = {
     "name": "flashinfer.native-dcp",
+    "kernel": f"{VENDOR}:native_on_ranks",
     "phases": ("prefill",),
     "ranks": (SEVERAL_RANKS,),
     "features": NATIVE_DCP,
@@ -125,6 +128,7 @@ NATIVE_DCP_PREFILL: dict[str, Any] = {
 }
 NATIVE_DECODE: dict[str, Any] = {
     "name": "flashinfer.native",
+    "kernel": f"{VENDOR}:native_decode",
     "phases": ("decode",),
     "ranks": (ONE_RANK, SEVERAL_RANKS),
     "features": NATIVE_ON_RANKS,
@@ -133,15 +137,17 @@ NATIVE_DECODE: dict[str, Any] = {
 
 FLASHINFER_ROWS: tuple[Row, ...] = (
     Row(
+        kernel=f"{VENDOR}:trtllm_prefill",
         phases=("prefill",),
         features=TRTLLM | ON_RANKS,
         because="Datacentre Blackwell: reads the page table on the device, quantises outputs.",
         **TRTLLM_GEN,
     ),
     Row(**{**SM10X_ONLY, **NATIVE_PREFILL}),
-    Row(**{**OTHERS_ONLY, **NATIVE_PREFILL}),
+    Row(**{**OTHERS_ONLY, **NATIVE_PREFILL, "features": NATIVE | {"draft_masks"}}),
     Row(
         name="flashinfer.native-sink",
+        kernel=f"{VENDOR}:native_sink",
         phases=("prefill",),
         features=NATIVE_SINK,
         because="Many new tokens with sinks: planned on the host, no soft cap.",
@@ -153,9 +159,10 @@ FLASHINFER_ROWS: tuple[Row, ...] = (
         **{
             **XQA_ONLY,
             "name": "flashinfer.xqa",
+            "kernel": f"{VENDOR}:xqa",
             "phases": ("decode",),
             "head_dims": (64, 128, 256),
-            "features": TABLE | {"non_causal"},
+            "features": TABLE | {"non_causal", "draft_masks"},
             "reports": UNIFORM,
             "because": "A few new tokens, drafts among them: reads the page table on the device.",
         }
@@ -163,6 +170,7 @@ FLASHINFER_ROWS: tuple[Row, ...] = (
     Row(
         **{
             **TRTLLM_GEN,
+            "kernel": f"{VENDOR}:trtllm_decode",
             "phases": ("decode",),
             "ranks": (ONE_RANK, SEVERAL_RANKS),
             "features": TRTLLM | {"lse", "fp8_left_to_native"},

@@ -98,6 +98,7 @@ def needs_of(
     asked["unquantized_query"] = fmt.quantized and not options.quantize_query
     asked["no_cubins"] = not cubins
     asked.update(_pairs(shape, fmt, cache.page_size, features, options, cubins))
+    asked["all_inputs"] = _exceeds_flashinfer(fmt, cache.v_scale_order, features, options)
     return (
         Need("families", device.family),
         Need("dtypes", dtype_name(shape.dtype)),
@@ -140,6 +141,29 @@ def _single(features: Features, options: Options) -> dict[str, bool]:
         "invariant": options.invariant,
         "table_kernels_off": options.table_kernels is False,
     }
+
+
+def _exceeds_flashinfer(
+    fmt: Format, v_scale_order: str, features: Features, options: Options
+) -> bool:
+    """Whether FlashInfer's kernels, unless asked for, would serve some of the layers alone.
+
+    ALiBi has slopes of its own there, an nvfp4 cache and output scales in tiles, and on several
+    ranks a window counts the keys of one.
+    """
+    if options.kernels.startswith("flashinfer"):
+        return False
+    is_nvfp4, sharded = fmt.name in NVFP4, options.world > 1
+    windows = any(window is not None for window in features.windows)
+    in_tiles = is_nvfp4 and v_scale_order != "swizzled"
+    quantized_out = any(name != "model" for name in features.out_formats)
+    return (
+        features.alibi
+        or in_tiles
+        or "nvfp4" in features.out_formats
+        or (sharded and (windows or is_nvfp4))
+        or (quantized_out and features.lse and features.sinks)
+    )
 
 
 def _pairs(

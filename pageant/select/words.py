@@ -99,6 +99,11 @@ FEATURES: dict[str, Words] = {
         "quantised output from queries of another type than fp8_e4m3",
         "with cache fp8_e4m3 or nvfp4 and quantised queries",
     ),
+    "all_inputs": Words(
+        "kernels",
+        "ALiBi slopes, orders of nvfp4 scales and windows on ranks but its own",
+        "where it can with kernels flashinfer",
+    ),
     "nvfp4_out_of_nvfp4_cache": Words(
         "out_formats", "nvfp4 output from an nvfp4 cache", "with fp8_e4m3 output"
     ),

@@ -18,6 +18,7 @@ from pageant.select.words import FEATURES, FIELDS
 from pageant.types import CacheSpec, Features, Options
 from tests.select.configs import SHAPE, Config, configs
 
+APART = ("decode", "flashinfer.trtllm-gen")
 TEST_ROW = next(row for row in ROWS if row.name == "cpu.decode")  # one that is built
 
 
@@ -60,6 +61,21 @@ def test_kernels_option_leaves_rows_out_and_keeps_their_order(phase: Phase, fami
 
 def nothing_missing(row: Row) -> None:
     """Every kernel exists, and FlashInfer is installed."""
+
+
+def test_flashinfer_has_both_phases_or_neither() -> None:
+    """It decodes with lse and quantised output, but has no prefill for them."""
+    config = (
+        SHAPE,
+        CacheSpec(format="fp8"),
+        Features(lse=True, out_formats=("model", "fp8_e4m3")),
+        Options(),
+        FAMILIES["sm100"],
+    )
+    answer = explain(*config, missing=nothing_missing)
+    assert {row.owner for row in answer.rows.values()} == {"pageant"}
+    (why,) = (r.why for r in answer.refused if (r.phase, r.kernel) == APART)
+    assert why == "needs a plan of its own; would run if it served both phases"
 
 
 def test_every_row_is_reachable() -> None:

@@ -264,10 +264,13 @@ def test_page_sizes_are_those_that_run(sm: str) -> None:
 
 
 def test_one_kernel_by_name() -> None:
-    """It runs or is refused; the other phase is chosen as always."""
-    answer = answer_case({"sm": "90", "kernels": "flashinfer.xqa"})
-    assert answer["decode"]["kernel"] == "flashinfer.xqa"
-    assert answer["prefill"]["kernel"] == "triton.prefill"
+    """It runs or is refused; the other phase is FlashInfer's too: they have one plan."""
+    for sm, name in (("90", "xqa"), ("90", "native-sink"), ("100", "trtllm-gen")):
+        case = {"sm": sm, "kernels": f"flashinfer.{name}", "sinks": name == "native-sink"}
+        answer = answer_case(case)
+        kernels = answer["prefill"]["kernel"], answer["decode"]["kernel"]
+        assert f"flashinfer.{name}" in kernels
+        assert all(kernel.startswith("flashinfer.") for kernel in kernels)
     answer = answer_case({"sm": "80", "kernels": "flashinfer.xqa"})
     assert (answer["ok"], answer["argument"]) == (False, "sm")
 

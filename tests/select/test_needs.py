@@ -21,6 +21,7 @@ PLAIN = [
     Need("out_formats", "model"),
 ]
 FP8, NVFP4 = {"cache": CacheSpec(format="fp8")}, {"cache": CacheSpec(format="nvfp4")}
+IN_TILES = {"cache": CacheSpec(format="nvfp4", v_scale_order="swizzled")}
 LARGE = {"cache": CacheSpec(page_size=128)}
 RANKS = ContextParallel(rank=0, world=2)
 UNQUANTIZED = {"options": Options(quantize_query=False)}
@@ -30,7 +31,7 @@ ASKING: dict[str, tuple[Any, ...]] = {
     "mixed_windows": ({"features": Features(windows=(None, 1))}, "window"),
     "soft_cap": ({"features": Features(soft_cap=True)},),
     "sinks": ({"features": Features(sinks=True)},),
-    "alibi": ({"features": Features(alibi=True)},),
+    "alibi": ({"features": Features(alibi=True)}, "all_inputs"),
     "draft_masks": ({"features": Features(draft_masks=True)},),
     "non_causal": ({"features": Features(non_causal=True)},),
     "lse": ({"features": Features(lse=True)},),
@@ -45,8 +46,8 @@ ASKING: dict[str, tuple[Any, ...]] = {
     "large_pages_of_lone_heads": ({"shape": replace(SHAPE, num_q_heads=2), **LARGE},),
     "large_pages_without_table_kernels": ({"cubins": False, **LARGE}, "no_cubins"),
     "other_16_bit_cache": ({"cache": CacheSpec(format="fp16")},),
-    "nvfp4_without_table_kernels": ({"options": Options(invariant=True), **NVFP4}, "invariant"),
-    "nvfp4_non_causal": ({"features": Features(non_causal=True), **NVFP4}, "non_causal"),
+    "nvfp4_without_table_kernels": ({"options": Options(invariant=True), **IN_TILES}, "invariant"),
+    "nvfp4_non_causal": ({"features": Features(non_causal=True), **IN_TILES}, "non_causal"),
     "fp8_left_to_native": ({"cache": CacheSpec(format="fp8_e5m2")},),
     "sinks_on_ranks": (
         {"features": Features(sinks=True), "options": Options(context_parallel=RANKS)},
@@ -56,7 +57,7 @@ ASKING: dict[str, tuple[Any, ...]] = {
         {"options": Options(context_parallel=RANKS, non_causal_drafts=True)},
         "non_causal_drafts",
     ),
-    "nvfp4_unquantized_query": ({**UNQUANTIZED, **NVFP4}, "unquantized_query"),
+    "nvfp4_unquantized_query": ({**UNQUANTIZED, **IN_TILES}, "unquantized_query"),
     "quantized_out_of_plain_cache": ({"features": Features(out_formats=("fp8_e4m3",))},),
     "quantized_out_of_plain_query": (
         {
@@ -64,7 +65,11 @@ ASKING: dict[str, tuple[Any, ...]] = {
             "cache": CacheSpec(format="int8"),
         },
     ),
-    "nvfp4_out_of_nvfp4_cache": ({"features": Features(out_formats=("nvfp4",)), **NVFP4},),
+    "all_inputs": (NVFP4,),
+    "nvfp4_out_of_nvfp4_cache": (
+        {"features": Features(out_formats=("nvfp4",)), **IN_TILES},
+        "all_inputs",
+    ),
 }
 
 
@@ -136,4 +141,23 @@ def test_every_value_given_is_needed() -> None:
         ("out_formats", "model"),
         ("features", "fp8_left_to_native"),
         ("features", "quantized_out_of_plain_query"),
+        ("features", "all_inputs"),
     ]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        NVFP4,
+        {"features": Features(alibi=True)},
+        {"features": Features(windows=(5,)), "options": Options(context_parallel=RANKS)},
+        {"features": Features(out_formats=("nvfp4",)), **IN_TILES},
+        {"features": Features(out_formats=("fp8_e4m3",), lse=True, sinks=True), **FP8},
+    ],
+)
+def test_what_flashinfer_serves_only_in_part_is_not_left_to_it_unasked(
+    parts: dict[str, Any],
+) -> None:
+    assert "all_inputs" in names(needs(**parts))
+    options = replace(parts.get("options", Options()), kernels="flashinfer")
+    assert "all_inputs" not in names(needs(**{**parts, "options": options}))

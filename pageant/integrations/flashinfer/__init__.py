@@ -16,8 +16,8 @@ from pageant.integrations.flashinfer import (
     prefill,
     quantization,
     sparse,
+    triton,
     utils,
-    xqa,
 )
 from pageant.integrations.flashinfer.absent import NAMES, AbsentName
 from pageant.integrations.flashinfer.attention import (
@@ -42,6 +42,7 @@ from pageant.integrations.flashinfer.decode import (
 )
 from pageant.integrations.flashinfer.fp4_quantization import (
     nvfp4_kv_dequantize,
+    nvfp4_kv_dequantize_paged,
     nvfp4_kv_quantize,
     nvfp4_quantize_paged_kv_cache,
 )
@@ -69,6 +70,7 @@ from pageant.integrations.flashinfer.sparse import (
     VariableBlockSparseAttentionWrapper,
 )
 from pageant.integrations.flashinfer.utils import FP4Tensor
+from pageant.integrations.flashinfer.xqa import xqa  # the function, as in FlashInfer
 
 __all__ = [
     "BatchAttention",
@@ -97,6 +99,7 @@ __all__ = [
     "merge_state_in_place",
     "merge_states",
     "nvfp4_kv_dequantize",
+    "nvfp4_kv_dequantize_paged",
     "nvfp4_kv_quantize",
     "nvfp4_quantize_append_paged_kv_cache",
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
@@ -111,6 +114,7 @@ __all__ = [
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
     "sparse",
+    "triton",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
     "utils",

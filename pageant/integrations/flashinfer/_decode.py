@@ -18,11 +18,9 @@ from pageant.integrations.flashinfer._setting import Factors, Setting
 from pageant.integrations.flashinfer._wrapper import (
     PagedBuffers,
     Wrapper,
-    refuse_jit,
-    refuse_skipping,
     warns_of_positions,
 )
-from pageant.integrations.flashinfer.absent import refuse
+from pageant.integrations.flashinfer.absent import refuse, refuse_jit, refuse_skipping
 from pageant.types import Scalar
 
 

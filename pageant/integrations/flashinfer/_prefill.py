@@ -10,8 +10,8 @@ import torch
 from pageant.integrations.flashinfer import _masks
 from pageant.integrations.flashinfer._lengths import Keys, Queries
 from pageant.integrations.flashinfer._setting import Factors
-from pageant.integrations.flashinfer._wrapper import Wrapper, refuse_jit
-from pageant.integrations.flashinfer.absent import refuse
+from pageant.integrations.flashinfer._wrapper import Wrapper
+from pageant.integrations.flashinfer.absent import refuse, refuse_jit
 from pageant.types import Scalar
 
 VARIANT = 11  # place of the variant's name in FlashInfer's jit_args

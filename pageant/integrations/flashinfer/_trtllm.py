@@ -12,8 +12,7 @@ from pageant.integrations.flashinfer import _lengths
 from pageant.integrations.flashinfer._call import attend, blank, draft_mask, is_nvfp4, output
 from pageant.integrations.flashinfer._inputs import LN_2, Cache, DType, window_of
 from pageant.integrations.flashinfer._setting import Factors
-from pageant.integrations.flashinfer._wrapper import refuse_skipping
-from pageant.integrations.flashinfer.absent import refuse
+from pageant.integrations.flashinfer.absent import refuse, refuse_skipping
 from pageant.integrations.flashinfer.utils import FP4Tensor
 from pageant.types import Scalar
 

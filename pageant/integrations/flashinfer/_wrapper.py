@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,10 +24,10 @@ from pageant.integrations.flashinfer._inputs import (
 from pageant.integrations.flashinfer._lengths import Keys
 from pageant.integrations.flashinfer._runner import Result, Runner, Step
 from pageant.integrations.flashinfer._setting import Setting
-from pageant.integrations.flashinfer.absent import refuse
 
 Params = ParamSpec("Params")
 Value = TypeVar("Value")
+LEAST_BYTES = 16  # of a workspace
 
 
 def warns_of_positions(count: int) -> Callable[[Callable[Params, Value]], Callable[Params, Value]]:
@@ -43,18 +44,6 @@ def warns_of_positions(count: int) -> Callable[[Callable[Params, Value]], Callab
         return call
 
     return decorate
-
-
-def refuse_jit(given: object) -> None:
-    """Raise for what only a kernel of the caller's own would take."""
-    if given:
-        refuse("jit_args")
-
-
-def refuse_skipping(threshold: object) -> None:
-    """Raise for softmax that leaves out small weights."""
-    if threshold is not None:
-        refuse("skip_softmax_threshold_scale_factor, uses_spcompress")
 
 
 @dataclass(frozen=True)
@@ -173,6 +162,15 @@ class Wrapper:
             raise ValueError(f"float_workspace_buffer is {have} past 16's; allowed: {allowed}")
         self._float_workspace_buffer = float_workspace_buffer
         self._int_workspace_buffer = int_workspace_buffer
+
+    def plan(self, *args: Any, **others: Any) -> None:
+        """Prepare for a batch; each class has its own arguments."""
+        raise NotImplementedError
+
+    def workspace_size(self, *args: Any, **others: Any) -> tuple[int, int]:
+        """Bytes of the two workspaces that such a plan needs: a few, to say which device it is."""
+        inspect.signature(self.plan).bind(*args, **others)
+        return LEAST_BYTES, LEAST_BYTES
 
     def run(self, *args: Any, **others: Any) -> Result:
         """Attention of one layer; each class has its own arguments."""

@@ -90,6 +90,18 @@ def refuse(what: str, detail: str = "") -> NoReturn:
     raise NotImplementedError(f"{what}{detail}: {OPTIONS[what]}")
 
 
+def refuse_jit(given: object) -> None:
+    """Raise for what only a kernel of the caller's own would take."""
+    if given:
+        refuse("jit_args")
+
+
+def refuse_skipping(threshold: object) -> None:
+    """Raise for softmax that leaves out small weights."""
+    if threshold is not None:
+        refuse("skip_softmax_threshold_scale_factor, uses_spcompress")
+
+
 class AbsentName:
     """A name that can be imported but not used."""
 

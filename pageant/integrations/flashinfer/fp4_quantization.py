@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from pageant.cache.formats import FORMATS
 from pageant.cache.layout import swizzled
+from pageant.cache.pages import LayerCache
 from pageant.cache.quantize import dequantize, quantize
-from pageant.integrations.flashinfer._inputs import Pair, check_layout
+from pageant.integrations.flashinfer._inputs import Cache, Pair, check_layout, sides
+from pageant.ops.pages import dequantize_pages
 
-__all__ = ["nvfp4_kv_dequantize", "nvfp4_kv_quantize", "nvfp4_quantize_paged_kv_cache"]
+__all__ = [
+    "nvfp4_kv_dequantize",
+    "nvfp4_kv_dequantize_paged",
+    "nvfp4_kv_quantize",
+    "nvfp4_quantize_paged_kv_cache",
+]
 
 LARGEST = 448.0  # of e4m3
 
@@ -36,6 +44,55 @@ def nvfp4_kv_dequantize(
     [0.0, 1.25, 2.5, 2.5, 3.75]
     """
     return dequantize(fp4_data, block_scales, "nvfp4", global_scale).to(output_dtype)
+
+
+def nvfp4_kv_dequantize_paged(  # budget: FlashInfer's signature
+    paged_kv_cache: Cache,
+    kv_cache_sf: Cache,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    output_k: torch.Tensor,
+    output_v: torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Each request's keys and values as rows, written to output_k and output_v.
+
+    Args:
+        paged_kv_cache, kv_cache_sf: packed pages, and their linear e4m3 block scales.
+        block_tables: int [B, W].
+        seq_lens: int32 [B].
+        k_scale, v_scale: float32 of one element, what reading multiplies by.
+        output_k, output_v: [B, S, Hkv, D] and [B, S, Hkv, Dv], float16 or bfloat16; rows from
+            seq_lens on stay as they are.
+        kv_layout: "NHD" or "HND".
+    """
+    if seq_lens.dtype != torch.int32:
+        raise ValueError(f"seq_lens is of {seq_lens.dtype}; allowed: torch.int32")
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale.dtype != torch.float32 or scale.numel() != 1:
+            raise ValueError(f"{name} is {scale.dtype} {list(scale.shape)}; allowed: one float32")
+    for name, x in (("output_k", output_k), ("output_v", output_v)):
+        if x.dim() != 4 or x.dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(f"{name} is {x.dtype} {list(x.shape)}; allowed: [B, S, H, D], 16 bits")
+    k, v = sides(paged_kv_cache, check_layout(kv_layout))
+    k_scales, v_scales = sides(kv_cache_sf, kv_layout)
+    longest, size = output_k.shape[1], k.shape[1]
+    table = block_tables[:, : -(-longest // size)].to(torch.int32)
+    lens = seq_lens.clamp(max=min(longest, table.shape[1] * size))
+    pages, _ = dequantize_pages(
+        LayerCache(k, v, FORMATS["nvfp4"], k_scales, v_scales),
+        table,
+        lens,
+        dtype=output_k.dtype,
+        scales=(k_scale, v_scale),
+    )
+    for rows, out in ((pages.k, output_k), (pages.v, output_v)):
+        rows = rows.reshape(len(lens), -1, *rows.shape[2:])[:, :longest]
+        own = torch.arange(rows.shape[1], device=lens.device) < lens[:, None]
+        held = out[:, : rows.shape[1]]
+        held.copy_(torch.where(own[..., None, None], rows, held))
 
 
 def nvfp4_quantize_paged_kv_cache(

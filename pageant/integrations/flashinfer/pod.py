@@ -10,8 +10,7 @@ from pageant.integrations.flashinfer._decode import BatchDecodeWithPagedKVCacheW
 from pageant.integrations.flashinfer._inputs import Cache, DType
 from pageant.integrations.flashinfer._runner import Result
 from pageant.integrations.flashinfer._single import single_prefill_with_kv_cache
-from pageant.integrations.flashinfer._wrapper import refuse_jit
-from pageant.integrations.flashinfer.absent import refuse
+from pageant.integrations.flashinfer.absent import refuse, refuse_jit
 from pageant.integrations.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from pageant.types import Scalar
 

@@ -16,7 +16,8 @@ from pageant.integrations.flashinfer._single import (
     single_prefill_with_kv_cache_return_lse,
 )
 from pageant.integrations.flashinfer._trtllm import trtllm_batch_context_with_kv_cache
-from pageant.integrations.flashinfer._wrapper import PagedBuffers, refuse_skipping
+from pageant.integrations.flashinfer._wrapper import PagedBuffers
+from pageant.integrations.flashinfer.absent import refuse_skipping
 from pageant.types import Scalar
 
 __all__ = [

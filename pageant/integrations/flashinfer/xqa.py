@@ -13,7 +13,7 @@ from pageant.integrations.flashinfer._inputs import Cache, window_of
 from pageant.integrations.flashinfer._setting import Factors
 from pageant.types import Scalar
 
-__all__ = ["xqa_batch_decode_with_kv_cache"]
+__all__ = ["xqa", "xqa_batch_decode_with_kv_cache"]
 
 
 def xqa_batch_decode_with_kv_cache(  # budget: FlashInfer's signature
@@ -65,3 +65,72 @@ def xqa_batch_decode_with_kv_cache(  # budget: FlashInfer's signature
     )
     assert isinstance(result, torch.Tensor)
     return result
+
+
+def xqa(  # budget: FlashInfer's signature
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    output: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    semaphores: torch.Tensor,
+    num_kv_heads: int,
+    page_size: int,
+    sinks: torch.Tensor | None = None,
+    q_scale: Scalar = 1.0,
+    kv_scale: Scalar = 1.0,
+    sliding_win_size: int = 0,
+    kv_layout: str = "NHD",
+    sm_count: int | None = None,
+    enable_pdl: bool | None = None,
+    rcp_out_scale: float = 1.0,
+    q_seq_len: int = 1,
+    mask: torch.Tensor | None = None,
+    *,
+    q_cu_seq_lens: torch.Tensor | None = None,
+    k_sf_cache: torch.Tensor | None = None,
+    v_sf_cache: torch.Tensor | None = None,
+) -> None:
+    """The call below `xqa_batch_decode_with_kv_cache`; the result is written to `output`.
+
+    Scores are q_scale * kv_scale / sqrt(D) * (q·k), the output kv_scale * rcp_out_scale * P·V.
+
+    Args:
+        q, output: [B, 1, Hq, D], with drafts [B, 1, q_seq_len, Hq, D], ragged [T, Hq, D].
+        seq_lens: [B, 1].
+        sinks: float32 of Hq elements.
+        sliding_win_size: keys a row sees, itself included; 0: all.
+        semaphores, sm_count, enable_pdl: of no use here.
+        others: as in `xqa_batch_decode_with_kv_cache`.
+    """
+    held = k_cache.shape[1:3] if kv_layout == "NHD" else k_cache.shape[1:3][::-1]
+    if (page_size, num_kv_heads) != tuple(held):
+        given = f"page_size and num_kv_heads are {page_size} and {num_kv_heads}"
+        raise ValueError(f"{given}; allowed for this cache: {held[0]} and {held[1]}")
+    if (k_sf_cache is None) != (v_sf_cache is None):
+        raise ValueError("k_sf_cache and v_sf_cache: allowed: both, or neither")
+    blocks = None
+    if k_sf_cache is not None and v_sf_cache is not None:
+        blocks = k_sf_cache.view(torch.float8_e4m3fn), v_sf_cache.view(torch.float8_e4m3fn)
+    rows = q.reshape(-1, *q.shape[-2:])
+    result = xqa_batch_decode_with_kv_cache(
+        rows,
+        (k_cache, v_cache),
+        workspace_buffer,
+        page_table,
+        seq_lens.reshape(-1).to(torch.int32),
+        page_table.shape[1] * page_size,
+        bmm1_scale=q_scale * kv_scale * q.shape[-1] ** -0.5,
+        bmm2_scale=kv_scale * rcp_out_scale,
+        window_left=sliding_win_size - 1 if sliding_win_size > 0 else -1,
+        out=torch.empty_like(rows, dtype=output.dtype),
+        sinks=None if sinks is None else sinks.reshape(-1),
+        kv_layout=kv_layout,
+        q_len_per_req=q_seq_len,
+        mask=mask,
+        kv_cache_sf=blocks,
+        q_cu_seq_lens=q_cu_seq_lens,
+    )
+    output.copy_(result.view(output.shape))

@@ -138,11 +138,12 @@ def install() -> None:
         own = vars(importlib.import_module(f"{ours.__name__}.{name}"))
         module = _module(f"flashinfer.{name}", **own)
         vars(module).update({k: v for k, v in singles.items() if k in own})
-        setattr(root, name, module)
+        if not callable(getattr(root, name, None)):  # `xqa` is the function in it
+            setattr(root, name, module)
     vars(sys.modules["flashinfer.utils"]).update(helpers)
     vars(sys.modules["flashinfer.fp4_quantization"]).update(fp4)
-    own = {name: getattr(ours, name) for name in ("merge_state", "merge_state_in_place")}
-    triton = _module("flashinfer.triton.cascade", **own, merge_states=ours.merge_states)
+    own = vars(importlib.import_module(f"{ours.__name__}.triton.cascade"))
+    triton = _module("flashinfer.triton.cascade", **own)
     setattr(root, "triton", _module("flashinfer.triton", cascade=triton))  # noqa: B010
     _install_jit(root)
     if importlib.util.find_spec("einops") is None:

@@ -1,0 +1,1 @@
+"""Kernels of other libraries, where those are installed."""
