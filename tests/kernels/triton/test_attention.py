@@ -123,7 +123,8 @@ def test_invariant_mode_ignores_the_batch() -> None:
     assert torch.equal(attn.run(attn.plan(last), q[-1:], kv[0])[0], want[-1])
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.7])
+# Not so far below 0 that sinks would make outputs subnormal in float16.
+@pytest.mark.parametrize("scale", [0.0, -0.05])
 def test_scores_may_be_turned_around_or_all_equal(scale: float) -> None:
     @settings(max_examples=8, suppress_health_check=list(HealthCheck))
     @given(cases(torch.float16).filter(is_served))
