@@ -64,7 +64,7 @@ class Rule:
 
 # Of the rules that hold a key or value (a power of 2 of elements), an element of the products'
 # operands (bytes) and the device's shared memory, the first with rows enough for a decode wins, or
-# the first of those with the most; prefill takes as many rows as it can get. Decode takes a tile of
+# the first of those with the most; prefill takes the first. Decode takes a tile of
 # prefill for keys that requests share: 128 keys at a time spill there where compiled for Blackwell.
 # Tiles of decode stay below 64 rows: from there on Triton 3.6 multiplies by wgmma on Hopper, whose
 # sums were wrong where rows of up to 32 values are widened first.
@@ -89,7 +89,9 @@ PREFILL: tuple[Rule, ...] = (
     Rule(
         dim=128, itemsize=2, shared_kib=227, rows=128, block=64, warps=8, stages=2, capability=100
     ),
-    Rule(dim=128, itemsize=2, shared_kib=227, rows=128, block=128, warps=8, stages=2),
+    Rule(dim=128, itemsize=2, shared_kib=227, rows=128, block=128, warps=8, stages=2, bits=4),
+    Rule(dim=128, itemsize=2, shared_kib=227, rows=64, block=128, warps=4, stages=2, bits=8),
+    Rule(dim=128, itemsize=2, shared_kib=227, rows=128, block=128, warps=8, stages=3),
     Rule(dim=256, itemsize=2, shared_kib=227, rows=128, block=64, warps=8, stages=2),
     Rule(dim=64, itemsize=2, shared_kib=163, rows=64, block=64, warps=4, stages=3),
     Rule(dim=128, itemsize=2, shared_kib=163, rows=64, block=64, warps=4, stages=2),
@@ -158,8 +160,10 @@ def tile_for(phase: Phase, shape: Shape, fmt: Format, device: Device, tokens: in
     fitting = [rule for rule in fitting if rule.dim == fitting[0].dim]
     fitting = [rule for rule in fitting if rule.shared_kib == fitting[0].shared_kib]
     enough = [rule for rule in fitting if rule.rows >= shape.group_size * tokens]
-    most_rows = max(fitting, key=lambda rule: rule.rows)
-    rule = enough[0] if phase == "decode" and enough else most_rows
+    if phase == "decode":
+        rule = enough[0] if enough else max(fitting, key=lambda rule: rule.rows)
+    else:
+        rule = fitting[0]
     heads = min(shape.group_size, rule.rows)
     most = rule.rows // heads
     taken = min(most, tokens) if phase == "decode" else most

@@ -28,6 +28,7 @@ from pageant.kernels.triton.common.widen import PLAIN, kind_of
 from pageant.plan.bound import Bound, unchanged
 from pageant.plan.device_groups import GroupWork
 from pageant.plan.device_plan import DeviceWork
+from pageant.plan.inputs import LayerParams
 from pageant.plan.on_device import (
     BEGIN,
     CLOSER,
@@ -387,6 +388,7 @@ def _variant(call: AttentionCall, tile: Tile, *, in_parts: bool) -> Variant:
     scales = keys.NO_SCALES if fmt.scale_dtype is None else keys.ROW_SCALES
     if fmt.scale_block:
         scales = keys.BLOCK_SCALES
+    dtype = operand_dtype(call.q.dtype, fmt)
     least = 2 * fmt.scale_block or 16  # Triton 3.6 mixes up scales if a row has one block
     return Variant(
         tokens=tile.tokens,
@@ -404,7 +406,8 @@ def _variant(call: AttentionCall, tile: Tile, *, in_parts: bool) -> Variant:
         native=tile.native_fp8,
         scales=scales.value,
         value_scales=(keys.SWIZZLED_SCALES if values.is_swizzled else scales).value,
-        dtype=DTYPES[operand_dtype(call.q.dtype, fmt)],
+        dtype=DTYPES[dtype],
+        as_is=dtype == call.q.dtype and _is_positive(params),
         causal=_causality(call),
         draft_mask=call.draft_mask is not None,
         window=params.window is not None,
@@ -414,6 +417,11 @@ def _variant(call: AttentionCall, tile: Tile, *, in_parts: bool) -> Variant:
         in_parts=in_parts,
         is_far=call.cache.is_far,
     )
+
+
+def _is_positive(params: LayerParams) -> bool:
+    """Whether the host knows that the factor on scores is above 0, in float32 too."""
+    return params.score_factors == (None, None) and params.score_scale >= 1e-30
 
 
 def _side(side: Side, fmt: Format) -> tuple[Any, ...]:

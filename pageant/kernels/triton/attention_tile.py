@@ -38,6 +38,7 @@ class Variant:
         dim, padded_dim, value_dim, padded_value_dim: D and Dv, and the next powers of 2.
         kind, native, scales, value_scales: how the cache stores elements and scales.
         dtype: of both products' operands.
+        as_is: whether queries are of that type, and their scores' factor is known to be above 0.
         causal: NON_CAUSAL, CAUSAL, or CAUSAL_BY_REQUEST.
         draft_mask, window, cap, alibi: whether there are such.
         world: ranks that share the keys.
@@ -61,6 +62,7 @@ class Variant:
     scales: int
     value_scales: int
     dtype: tl.dtype
+    as_is: bool
     causal: int
     draft_mask: bool
     window: bool
@@ -226,9 +228,12 @@ def _as_operand(q, factor, C: tl.constexpr):
 
     Factors become positive, or 1 for rows of 0: then the largest product is the largest score. A
     row of bfloat16 becomes float16 by a power of 2 that leaves its largest element below 2 ** 14;
-    what this rounds is 2 ** -28 of that or less.
+    what this rounds is 2 ** -28 of that or less. What needs none of this stays in shared memory,
+    where wgmma takes it from.
     """
     ROWS: tl.constexpr = C.rows
+    if C.as_is:
+        return q, tl.zeros([ROWS], tl.float32) + factor
     sign = tl.where(factor == 0, 0.0, tl.where(factor < 0, -1.0, 1.0))
     wide = q.to(tl.float32) * sign
     factor = tl.where(factor == 0, 1.0, factor * sign) + tl.zeros([ROWS], tl.float32)

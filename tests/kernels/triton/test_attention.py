@@ -26,6 +26,7 @@ class HALF:
 
     rows: int
     dtype: tl.dtype = tl.float16
+    as_is: bool = False
 
 
 @triton.jit
