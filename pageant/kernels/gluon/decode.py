@@ -61,6 +61,7 @@ FREE += ["k_factor", "value_factor"]
 OPERANDS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 ELEMENTS = {**OPERANDS, torch.int8: gl.int8, torch.int16: gl.int16, torch.float32: gl.float32}
 ALIGNED = 16  # bytes, of what a copy reads
+JOINERS = 4  # programs that join tiles, for each share
 BOX_BYTES = 128  # where a copy may write, in multiples
 
 
@@ -244,12 +245,13 @@ class _Ready:
         )
         self.walked, self.joined = self.walk.raw(walked), self.join.raw(joined)
         self.grid = (work.shares.shape[0], 1, 1)
+        self.joiners = (work.shares.shape[0], JOINERS, 1)
 
     def __call__(self, call: AttentionCall) -> None:
         """Launch."""
         rows, results = self._rows(call, self.walk.raw), self._results(call, self.walk.raw)
         self.walk(self.grid, *self.descriptors, *rows, *results, *self.walked)
-        self.join(self.grid, *results, *self.joined)
+        self.join(self.joiners, *results, *self.joined)
 
     def _rows(self, call: AttentionCall, raw: Any) -> tuple[Any, ...]:
         """The arguments from q to mask_step."""
@@ -271,9 +273,10 @@ def _variant(call: AttentionCall, tile: HopperTile) -> Variant:
     """What is compiled into the code for such a call."""
     params, fmt = call.params, call.cache.format
     _, page_size, kv_heads, _ = call.cache.k.shape
-    causal = CAUSAL if call.causal else NON_CAUSAL
     if isinstance(call.causal, torch.Tensor):
         causal = CAUSAL_BY_REQUEST
+    else:
+        causal = CAUSAL if call.causal else NON_CAUSAL
     by_row = NO_SCALES if fmt.scale_dtype is None else ROW_SCALES
     kind = kind_of(fmt)
     planes = max(1, 16 // fmt.bits)

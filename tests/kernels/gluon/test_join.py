@@ -69,9 +69,9 @@ def test_joins(heads: int, kv_heads: int, tokens: int, programs: int, splits: in
     variant = SimpleNamespace(
         kv_heads=tile.kv_heads, columns=tile.columns, value_dim=dim, heads=tile.heads,
         query_tokens=tile.tokens, group=heads // kv_heads, all_kv_heads=kv_heads,
-        pieces=-(-(heads // kv_heads) // tile.heads),
+        pieces=-(-(heads // kv_heads) // tile.heads), padded_value_dim=64,
     )  # fmt: skip
-    decode_join.join_parts[programs,](
+    decode_join.join_parts[programs, 2](
         (out, *out.stride()[:2]), (lse, *lse.stride()), items, shares, (parts, lses), starts,
         sinks, None, 0.5, variant,
     )  # fmt: skip

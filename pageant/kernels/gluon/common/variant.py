@@ -78,6 +78,11 @@ class Variant:
         return self.groups * self.tokens
 
     @property
+    def padded_value_dim(self) -> int:
+        """The next power of 2."""
+        return self.planes * self.value_words
+
+    @property
     def boxes(self) -> int:
         """Copies of keys a stage."""
         return self.block // self.box
