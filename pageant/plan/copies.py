@@ -76,7 +76,6 @@ class CopyMemory:
         self._causal = _Room(requests, torch.bool, device)
         self._draft_mask = _Room(0, torch.bool, device)
         self._slots = _Room(0, torch.int64, device)
-        self._views: Views | None = None
 
     def copy(self, batch: Batch, starts: IntArray, held: IntArray, page_size: int) -> BatchCopy:
         """Copy a batch that has no mistake.
@@ -105,19 +104,14 @@ class CopyMemory:
         )
 
     def views(self, requests: int, width: int, slots: int) -> Views:
-        """Where a copy of this size lies; the same views where the last one had it too."""
-        size = requests, width, slots
-        if self._views is None or self._views.size != size:
-            tensors = (
-                self._starts.take(requests + 1),
-                self._key_lens.take(requests),
-                self._page_table.take(requests, width),
-            )
-            index = self._slots.take(3, slots)
-            arrays = tuple(tensor.numpy() for tensor in (*tensors, index))
-            a, b, c = index.unbind()
-            self._views = Views(size, tensors, (a, b, c), arrays)
-        return self._views
+        """Where a copy of this size lies."""
+        tensors = (
+            self._starts.take(requests + 1),
+            self._key_lens.take(requests),
+            self._page_table.take(requests, width),
+        )
+        pages, rows, tokens = self._slots.take(3, slots).unbind()
+        return Views((requests, width, slots), tensors, (pages, rows, tokens))
 
 
 class Views(NamedTuple):
@@ -126,14 +120,12 @@ class Views(NamedTuple):
     Attributes:
         size: requests, pages of the table's rows, and slots.
         tensors: query_start_loc, key_lens and page_table of a BatchCopy.
-        slots: int64 [3, S], pages, rows and tokens of a WriteIndex.
-        arrays: all four.
+        slots: int64 [S] each, pages, rows and tokens of a WriteIndex, one after another.
     """
 
     size: tuple[int, int, int]
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     slots: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    arrays: tuple[IntArray, ...]
 
     def writes(self, written: int, largest: int) -> WriteIndex:
         """The first `written` of the slots, which tokens without a slot lie between."""

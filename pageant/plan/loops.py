@@ -10,6 +10,9 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba import carray, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from pageant.plan.work import (
     FIRST_PARTIAL,
@@ -22,10 +25,15 @@ from pageant.plan.work import (
     REQUEST,
 )
 
-# What `read` finds: columns of an int64 array.
-WIDTH, PAGE, PAGE_REQUEST, WRITTEN, SLOT, DECODES, REAL, DECODE_TOKENS, FACTS = range(9)
 Array = np.ndarray[Any, Any]
-ROWS, TABLE, SLOTS, WORK, INT = "int32[::1]", "int32[:, :]", "int64[::1]", "int64[:, ::1]", "int64"
+# One int64 array tells `plan_step` what stays from step to step. First it is told what was found.
+PAGE, PAGE_REQUEST, WRITTEN, SLOT, DECODES, REAL, DECODE_TOKENS, FACTS = range(8)
+ROWS, TABLE, SLOTS, INT = "int32[::1]", "int32[:, :]", "int64[::1]", "int64"
+# Then: page size, decode threshold, most keys of a batch, widest window or 0, whether decodes are
+# cut as prefills are; workers, keys of a tile, tiles of the least share, rows of a tile; pages of a
+# request that are copied, and how many windows there are.
+PAGE_SIZE, THRESHOLD, MAX_KEYS, WIDEST, INVARIANT, WORKERS = range(6)
+KEYS, LEAST, QUERIES, WIDTH, NUM_WINDOWS, FIXED = range(6, 12)
 
 
 def jit(*signature: str, **options: Any) -> Any:
@@ -43,26 +51,28 @@ def jit(*signature: str, **options: Any) -> Any:
     return compile_
 
 
-@jit(ROWS, ROWS, TABLE, SLOTS, SLOTS, SLOTS)
-def read(
-    starts: Array, lens: Array, table: Array, slots: Array, bounds: Array, facts: Array
-) -> bool:
-    """Whether a batch has no mistake and shares no prefix; fills `facts` if so.
+@intrinsic
+def _pointer(typing_context, address):
+    """The address as a pointer, for `numba.carray`."""
 
-    Args:
-        starts, lens, table, slots: of the batch, [R + 1], [R], [R, W] and [S].
-        bounds: page size, decode threshold, most keys; the widest window or 0; least keys worth
-            sharing; most tokens, new tokens of a request, and keys of a request; whether there are
-            slots.
-    """
-    page_size, threshold, max_keys, window, worth, num_tokens, max_new, max_len, writes = bounds
+    def generate(context, builder, signature, args):
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+@jit()
+def _read(starts, lens, table, slots, tokens, max_new, max_len, worth, fixed, facts):
+    """Whether a batch has no mistake and shares no prefix; fills `facts` if so."""
+    page_size, threshold = fixed[PAGE_SIZE], fixed[THRESHOLD]
+    max_keys, window = fixed[MAX_KEYS], fixed[WIDEST]
     num_requests, width = len(lens), table.shape[1]
     facts[:] = 0
     facts[PAGE], facts[PAGE_REQUEST], facts[SLOT] = -1, -1, -1
     facts[DECODES], real = num_requests, starts[num_requests]
-    if starts[0] != 0 or real > num_tokens or (writes and not real <= len(slots) <= num_tokens):
+    if starts[0] != 0 or not real <= len(slots) <= tokens:
         return False
-    total, longest = 0, 0
+    total = 0
     for r in range(num_requests):
         m, n = np.int64(starts[r + 1]) - starts[r], np.int64(lens[r])
         pages = -(-n // page_size)
@@ -70,7 +80,7 @@ def read(
             return False
         if max_new > threshold and m > threshold and facts[DECODES] == num_requests:
             facts[DECODES] = r
-        total, longest = total + n, max(longest, n)
+        total += n
         first = min(max(n - m - window + 1, 0), n) // page_size if window else 0
         for column in range(first, pages if m > 0 else 0):
             page = table[r, column]
@@ -88,27 +98,22 @@ def read(
     for slot in slots:
         facts[WRITTEN] += slot >= 0
         facts[SLOT] = max(facts[SLOT], slot)
-    facts[WIDTH] = min(width, -(-longest // page_size))
     facts[REAL], facts[DECODE_TOKENS] = real, starts[facts[DECODES]]
     return True
 
 
-@jit(ROWS, ROWS, TABLE, SLOTS, INT, ROWS, ROWS, "int32[:, ::1]", WORK)
-def copy(
-    starts: Array,
-    lens: Array,
-    table: Array,
-    slots: Array,
-    page_size: int,
-    to_starts: Array,
-    to_lens: Array,
-    to_table: Array,
-    to_slots: Array,
-) -> None:
-    """Copy a batch; of the slots that are not negative go pages, rows and tokens."""
+@jit()
+def _copy(starts, lens, table, slots, fixed, places):
+    """Copy a batch, page ids as far as they count; of slots not negative go pages, rows, tokens."""
+    requests, page_size, width = len(lens), fixed[PAGE_SIZE], fixed[WIDTH]
+    to_starts = carray(_pointer(places[0]), requests + 1, np.int32)
+    to_lens = carray(_pointer(places[1]), requests, np.int32)
+    to_table = carray(_pointer(places[2]), (requests, width), np.int32)
+    to_slots = carray(_pointer(places[3]), (3, len(slots)), np.int64)
     to_starts[:], to_lens[:] = starts, lens
-    for r in range(len(lens)):
-        to_table[r] = table[r, : to_table.shape[1]]
+    for r in range(requests):
+        for column in range(min(width, -(-np.int64(lens[r]) // page_size))):
+            to_table[r, column] = table[r, column]
     at = 0
     for token in range(len(slots)):
         if slots[token] >= 0:
@@ -119,28 +124,17 @@ def copy(
 
 
 @jit()
-def _tiles(starts: Array, lens: Array, r: int, window: int, key_tile: int) -> tuple[int, int]:
+def _tiles(starts, lens, r, window, key_tile):
     """The first key a request's rows see, and its tiles of keys: at least one if it has rows."""
     m, n = np.int64(starts[r + 1]) - starts[r], np.int64(lens[r])
     first = min(max(n - m - window + 1, 0), n) if window else 0
     return first, max(1, -(-(n - first) // key_tile)) if m > 0 else 0
 
 
-@jit(ROWS, ROWS, INT, INT, INT, INT, WORK, SLOTS, WORK, SLOTS)
-def cut_decode(
-    starts: Array,
-    lens: Array,
-    decodes: int,
-    window: int,
-    key_tile: int,
-    min_share: int,
-    items: Array,
-    share_start: Array,
-    groups: Array,
-    counts: Array,
-) -> None:
+@jit()
+def _cut_decode(starts, lens, decodes, window, fixed, items, share_start, groups, counts):
     """``work.fill_decode`` of the first requests."""
-    total, workers = 0, len(share_start) - 1
+    workers, key_tile, min_share, total = fixed[WORKERS], fixed[KEYS], fixed[LEAST], 0
     for r in range(decodes):
         total += _tiles(starts, lens, r, window, key_tile)[1]
     shares = min(max(total // min_share, 1), workers)
@@ -175,21 +169,11 @@ def cut_decode(
     counts[0], counts[1] = count, cut
 
 
-@jit(ROWS, ROWS, INT, INT, INT, "boolean", INT, WORK, SLOTS, SLOTS)
-def cut_prefill(
-    starts: Array,
-    lens: Array,
-    begin: int,
-    end: int,
-    window: int,
-    sees_all: bool,
-    query_tile: int,
-    items: Array,
-    share_start: Array,
-    counts: Array,
-) -> None:
+@jit()
+def _cut_prefill(starts, lens, part, fixed, items, share_start, counts):
     """``work.fill_prefill`` of some requests."""
-    count, workers = 0, len(share_start) - 1
+    begin, end, window, sees_all = part
+    workers, query_tile, count = fixed[WORKERS], fixed[QUERIES], 0
     for r in range(begin, end):
         m, n = np.int64(starts[r + 1]) - starts[r], np.int64(lens[r])
         for low in range(0, m, query_tile):
@@ -203,3 +187,47 @@ def cut_prefill(
     for worker in range(workers + 1):
         share_start[worker] = count * worker // workers
     counts[0], counts[1] = count, 0
+
+
+@jit(ROWS, ROWS, TABLE, SLOTS, INT, INT, INT, INT, INT, INT, SLOTS)
+def plan_step(
+    starts, lens, table, slots, requests, tokens, max_new, max_len, sees_all, worth, known
+):
+    """Plan a batch; False, and only facts written, if it has a mistake or may share keys.
+
+    Args:
+        starts, lens, table, slots: of the batch, [R + 1], [R], [R, W] and [S].
+        requests, tokens, max_new, max_len: the host's R and bounds.
+        sees_all: whether rows see keys after their own.
+        worth: least keys worth sharing.
+        known: room for facts; see FIXED; windows; addresses of the copies of starts, lens, table
+            and slots; then for each window of items, share_start, groups and counts of its decodes,
+            and of items, share_start and counts of its prefills.
+    """
+    facts, fixed = known[:FACTS], known[FACTS : FACTS + FIXED]
+    if len(starts) != requests + 1 or len(lens) != requests or len(table) != requests:
+        return False
+    if not _read(starts, lens, table, slots, tokens, max_new, max_len, worth, fixed, facts):
+        return False
+    num_windows = fixed[NUM_WINDOWS]
+    windows = known[FACTS + FIXED : FACTS + FIXED + num_windows]
+    places = known[FACTS + FIXED + num_windows :]
+    _copy(starts, lens, table, slots, fixed, places)
+    rows, decodes = fixed[WORKERS] + 1, facts[DECODES]
+    for index in range(num_windows):
+        window, at = windows[index], 4 + 7 * index
+        items = carray(_pointer(places[at]), (1, 6), np.int64)
+        share_start = carray(_pointer(places[at + 1]), rows, np.int64)
+        groups = carray(_pointer(places[at + 2]), (1, 3), np.int64)
+        counts = carray(_pointer(places[at + 3]), 2, np.int64)
+        if fixed[INVARIANT]:
+            part = 0, decodes, window, sees_all
+            _cut_prefill(starts, lens, part, fixed, items, share_start, counts)
+        else:
+            _cut_decode(starts, lens, decodes, window, fixed, items, share_start, groups, counts)
+        items = carray(_pointer(places[at + 4]), (1, 6), np.int64)
+        share_start = carray(_pointer(places[at + 5]), rows, np.int64)
+        counts = carray(_pointer(places[at + 6]), 2, np.int64)
+        part = decodes, requests, window, sees_all
+        _cut_prefill(starts, lens, part, fixed, items, share_start, counts)
+    return True

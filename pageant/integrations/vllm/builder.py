@@ -129,9 +129,9 @@ class PageantBuilder(AttentionMetadataBuilder[PageantMetadata]):
 
 def batch_of(common: Any, max_seq_len: int) -> Batch:
     """A Batch of vLLM's CommonAttentionMetadata, whose bounds may lie past the longest text."""
-    tokens = common.num_actual_tokens
+    tokens, starts = common.num_actual_tokens, common.query_start_loc
     return Batch(
-        query_start_loc=common.query_start_loc,
+        query_start_loc=starts,
         seq_lens=common.seq_lens,
         page_table=common.block_table_tensor,
         slot_mapping=common.slot_mapping[:tokens],
@@ -140,5 +140,6 @@ def batch_of(common: Any, max_seq_len: int) -> Batch:
         max_query_len=common.max_query_len,
         max_seq_len=min(common.max_seq_len, max_seq_len),
         causal=common.causal,
-        query_start_loc_cpu=common.query_start_loc_cpu,
+        # Where the device is the CPU, the host copy says nothing new.
+        query_start_loc_cpu=None if starts.is_cpu else common.query_start_loc_cpu,
     )
