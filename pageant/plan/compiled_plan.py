@@ -6,6 +6,7 @@ which says what is wrong; of an ordinary batch both make the same plan, to the l
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,28 @@ from pageant.plan.buffers import PlanBuffers
 from pageant.plan.build import Planner
 from pageant.plan.copies import BatchCopy, Views
 from pageant.plan.loops import FACTS, plan_step
-from pageant.plan.pages import PageUse
+from pageant.plan.pages import PageUse, WriteIndex
 from pageant.plan.split import Split
 from pageant.plan.work import KEY_TILE, MIN_SHARE, QUERY_TILE, WorkList
 
 NO_LIMIT = 1 << 62
-Room = tuple[Views, np.ndarray[Any, Any]]  # where a copy lies, and all that `plan_step` writes
+
+
+@dataclass
+class _Room:
+    """Where batches of one size go.
+
+    Attributes:
+        views: where the copy lies.
+        known: int64, what `plan_step` knows.
+        copy: the last batch's; its tensors are the views.
+        kind: how many slots were written, and whether it was causal.
+    """
+
+    views: Views
+    known: np.ndarray[Any, Any]
+    copy: BatchCopy | None = None
+    kind: tuple[int, bool] | None = None
 
 
 class CompiledPlanner(Planner):
@@ -32,7 +49,7 @@ class CompiledPlanner(Planner):
         self._widest = -(-self.limits.max_seq_len // self.page_size)
         self._rules: tuple[prefix.Rule, ...] = ()
         self._worth = NO_LIMIT
-        self._rooms: dict[int, Room] = {}  # by a slot's id
+        self._rooms: dict[int, _Room] = {}  # by a slot's id
         self._never = self.shard.world > 1 or self.options.debug_splits is not None
 
     def _write(self, buffers: PlanBuffers, batch: Batch) -> None:
@@ -57,18 +74,21 @@ class CompiledPlanner(Planner):
             )
             size = requests, min(arrays[2].shape[1], self._widest), arrays[3].shape[0]
             room = self._rooms.get(id(buffers))
-            if room is None or room[0].size != size:
+            if room is None or room.views.size != size:
                 room = self._rooms[id(buffers)] = self._new_room(buffers, size)
-            views, known = room
+            known = room.known
             bounds = requests, tokens, most, batch.max_seq_len
             if not plan_step(*arrays, *bounds, not batch.causal, self._worth, known):
                 return False
         except (AttributeError, RuntimeError, TypeError, IndexError):  # no such tensors
             return False
         page, request, written, slot, decodes, real, decode_tokens = known[:FACTS].tolist()
-        starts, lens, table = views.tensors
-        writes = views.writes(written, slot)
-        buffers.copy = BatchCopy(starts, lens, table, batch.causal, None, writes)
+        kind = written, bool(batch.causal)
+        if room.copy is None or room.kind != kind:
+            room.copy, room.kind = _copied(room.views, *kind), kind
+        assert isinstance(room.copy.writes, WriteIndex)
+        room.copy.writes.largest_slot = slot
+        buffers.copy = room.copy
         buffers.packed, buffers.pages = None, PageUse(page, request)
         buffers.real_tokens = buffers.known_tokens = real
         prefills = requests - decodes
@@ -87,7 +107,7 @@ class CompiledPlanner(Planner):
             and type(batch.max_query_len) is type(batch.max_seq_len) is int
             and 0 <= batch.num_requests <= limits.max_requests
             and 0 <= batch.num_tokens <= limits.max_tokens
-            and 0 <= batch.max_query_len
+            and batch.max_query_len >= 0
             and 0 <= batch.max_seq_len <= limits.max_seq_len
             and (causal is True or (causal is False and self.features.non_causal))
             and batch.slot_mapping is not None
@@ -95,7 +115,7 @@ class CompiledPlanner(Planner):
             and batch.query_start_loc_cpu is batch.seq_lens_cpu is batch.shared_prefix_lens is None
         )
 
-    def _new_room(self, buffers: PlanBuffers, size: tuple[int, int, int]) -> Room:
+    def _new_room(self, buffers: PlanBuffers, size: tuple[int, int, int]) -> _Room:
         """Where batches of so many requests, pages of each, and slots go; see ``loops.py``."""
         views, windows = buffers.memory.views(*size), self.features.windows
         addresses = [x.data_ptr() for x in (*views.tensors, views.slots[0])]
@@ -113,4 +133,13 @@ class CompiledPlanner(Planner):
             *(workers, KEY_TILE, MIN_SHARE, QUERY_TILE, size[1], len(windows)),
         )
         given = (*[-1] * FACTS, *fixed, *(window or 0 for window in windows), *addresses)
-        return views, np.array(given, np.int64)
+        return _Room(views, np.array(given, np.int64))
+
+
+def _copied(views: Views, written: int, causal: bool) -> BatchCopy:
+    """The copy of a batch that writes so many of its slots."""
+    (starts, lens, table), (pages, rows, tokens) = views.tensors, views.slots
+    count = views.size[2]
+    everyone = written == count > 0
+    places = (None if everyone else tokens[:written], pages[:written], rows[:written])
+    return BatchCopy(starts, lens, table, causal, None, WriteIndex(*places, count, -1))

@@ -127,14 +127,6 @@ class Views(NamedTuple):
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     slots: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-    def writes(self, written: int, largest: int) -> WriteIndex:
-        """The first `written` of the slots, which tokens without a slot lie between."""
-        pages, rows, tokens = self.slots
-        count = self.size[2]
-        if written == count > 0:
-            return WriteIndex(None, pages, rows, count, largest)
-        return WriteIndex(tokens[:written], pages[:written], rows[:written], count, largest)
-
 
 class _Room:
     """Memory for one tensor after another, made anew only for one that does not fit."""
