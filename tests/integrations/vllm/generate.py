@@ -68,6 +68,13 @@ def answers(llm: Any, count: int, rounds: int) -> list[dict[str, Any]]:
     return found
 
 
+def embeddings(llm: Any, count: int) -> list[dict[str, Any]]:
+    """What an encoder says of each prompt."""
+    texts = [{"prompt_token_ids": text} for text in prompts(count)]
+    found = llm.embed(texts, use_tqdm=False)
+    return [{"embedding": output.outputs.embedding} for output in found]
+
+
 def cut(x: Any, kind: str) -> Any:
     """Round towards zero to what the type holds, as vLLM's CPU kernel does when it stores."""
     import torch
@@ -126,7 +133,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     backend = {"attention_backend": job["backend"]} if job["backend"] else {}
     try:
         llm = LLM(model=job["model"], **DEFAULTS | backend | job.get("options", {}))
-        found = answers(llm, job.get("prompts", 32), job.get("rounds", 1))
+        if "runner" in job.get("options", {}):
+            found = embeddings(llm, job.get("prompts", 32))
+        else:
+            found = answers(llm, job.get("prompts", 32), job.get("rounds", 1))
     except Exception as error:  # noqa: BLE001 - whatever vLLM refuses with is the answer
         traceback.print_exc()
         where = traceback.extract_tb(error.__traceback__)[-1]

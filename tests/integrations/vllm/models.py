@@ -23,12 +23,12 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 WINDOW = 24
-FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss")
+FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss", "bert", "smollm2")
 
 
 def config_of(family: str) -> Any:
     """The family's config."""
-    from transformers import Gemma2Config, GptOssConfig, LlamaConfig, Qwen3Config
+    from transformers import BertConfig, Gemma2Config, GptOssConfig, LlamaConfig, Qwen3Config
 
     match family:
         case "llama":
@@ -43,6 +43,10 @@ def config_of(family: str) -> Any:
                 query_pre_attn_scalar=16,
                 attn_logit_softcapping=2.0,
             )
+        case "bert":
+            names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                     "num_attention_heads", "max_position_embeddings", "pad_token_id")  # fmt: skip
+            return BertConfig(**{name: SIZES[name] for name in names})
         case _:
             moe = {"num_local_experts": 4, "num_experts_per_tok": 2}
             return GptOssConfig(**SIZES, sliding_window=WINDOW, **moe)
@@ -59,10 +63,11 @@ def save(family: str, folder: Path) -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of(family)).eval()
+    kind = AutoModel if family == "bert" else AutoModelForCausalLM
+    model = kind.from_config(config_of(family)).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter, std=2.0)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make vllm` has an environment")
 
@@ -191,6 +192,22 @@ def test_fp8_tokens_are_those_of_vllm_but_for_its_rounding(root: Path) -> None:
     (stock, ours, stock_e5m2, ours_e5m2), _ = answers(*jobs)
     assert_same(ours, stock)
     assert_same(ours_e5m2, stock_e5m2)
+
+
+@pytest.mark.slow
+def test_an_encoder(root: Path) -> None:
+    """BERT, which caches nothing: the same embeddings."""
+    job = {"model": folder("bert", root), "options": {"runner": "pooling"}}
+    (stock, ours), log = answers(*({**job, "backend": name} for name in ("", "CUSTOM")))
+    assert "refused" not in stock, stock
+    assert "refused" not in ours, ours
+    one, other = (
+        torch.tensor([each["embedding"] for each in found["answers"]]) for found in (ours, stock)
+    )
+    assert other.std() > 0.01
+    torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    assert ours["calls"]["forward"] > 0 == stock["calls"]["forward"]
+    assert "Pageant: the first layer runs" in log
 
 
 @pytest.mark.slow
