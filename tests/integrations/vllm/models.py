@@ -23,7 +23,6 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 WINDOW = 24
-FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss", "bert", "smollm2")
 
 
 def config_of(family: str) -> Any:
