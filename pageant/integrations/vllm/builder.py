@@ -140,11 +140,12 @@ class PageantBuilder(AttentionMetadataBuilder[PageantMetadata]):
 def batch_of(common: Any, max_seq_len: int) -> Batch:
     """A Batch of vLLM's CommonAttentionMetadata, whose bounds may lie past the longest text."""
     tokens, starts = common.num_actual_tokens, common.query_start_loc
+    slots = common.slot_mapping
     return Batch(
         query_start_loc=starts,
         seq_lens=common.seq_lens,
         page_table=common.block_table_tensor,
-        slot_mapping=common.slot_mapping[:tokens],
+        slot_mapping=slots if slots.shape[0] == tokens else slots[:tokens],
         num_requests=common.num_reqs,
         num_tokens=tokens,
         max_query_len=common.max_query_len,
