@@ -72,7 +72,10 @@ class CompiledPlanner(Planner):
                 batch.page_table.numpy(),
                 slots.numpy(),
             )
-            size = requests, min(arrays[2].shape[1], self._widest), arrays[3].shape[0]
+            table_width = arrays[2].shape[1]
+            if table_width > 1 and arrays[2].strides[1] != arrays[2].itemsize:
+                return False
+            size = requests, min(table_width, self._widest), arrays[3].shape[0]
             room = self._rooms.get(id(buffers))
             if room is None or room.views.size != size:
                 room = self._rooms[id(buffers)] = self._new_room(buffers, size)

@@ -45,7 +45,8 @@ class BatchCopy:
     Attributes:
         query_start_loc: int32 [R + 1].
         key_lens: int32 [R].
-        page_table: int32 [R, W], as wide as the longest request's keys need.
+        page_table: int32 [R, W], at least as wide as the longest request's keys need; entries past
+            a request's keys hold anything.
         causal: for all requests (False for cross attention), or bool [R].
         draft_mask: bool [T, M], T without padding; or None.
         writes: where new tokens go; None if the batch has no slot mapping.

@@ -173,6 +173,7 @@ def test_what_is_rarer_is_left_too() -> None:
         {"seq_lens": torch.tensor([9, 0, 12, 0], dtype=torch.int32)[::2]},
         {"page_table": batch.page_table[:1]},
         {"page_table": batch.page_table[:, :2]},
+        {"page_table": batch.page_table.T.contiguous().T},
         {"page_table": torch.full_like(batch.page_table, -1)},
         {"slot_mapping": None},
         {"slot_mapping": batch.slot_mapping[:4]},
