@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -103,6 +104,7 @@ lengths = st.lists(
     st.sampled_from([(None,), (5,), (None, 70), (1, 900)]),
     st.sampled_from([{}, {"speculative_tokens": 3}, {"invariant": True}]),
     st.sampled_from(["all", "some"]),
+    st.integers(1, 5),
 )
 def test_the_plan_is_the_plain_one(
     lens: list[tuple[int, int]],
@@ -111,13 +113,15 @@ def test_the_plan_is_the_plain_one(
     windows: tuple[int | None, ...],
     options: dict[str, Any],
     slots: str,
+    workers: int,
 ) -> None:
     total = 0
     kept = []
     for m, n in lens:
         if (total := total + n) <= LIMITS.max_cached_tokens:
             kept.append((m, n))
-    attn = attention(windows, **options)
+    with mock.patch("torch.get_num_threads", return_value=workers):
+        attn = attention(windows, **options)
     batch = batch_of(kept, padding, causal=causal)
     if slots == "some" and batch.num_tokens:
         batch.slot_mapping[torch.arange(batch.num_tokens) % 3 == 1] = -1
