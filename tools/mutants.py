@@ -24,6 +24,7 @@ PROPERTIES = "tests/kernels/test_properties.py"
 TRITON = "tests/kernels/triton/test_attention.py"
 CASCADE = "tests/kernels/triton/test_cascade.py"
 GROUPS = "tests/plan/test_groups_on_device.py"
+COMPILED = "tests/plan/test_compiled_plan.py"
 SECONDS = 300
 
 
@@ -63,6 +64,27 @@ MUTANTS = (
         "plan/work.py",
         "np.cumsum(~whole) - 1 + kept[owner])",
         "0)",
+    ),
+    Mutant(
+        "compiled plan: a window hides one key too few",
+        "plan/loops.py",
+        "min(max(n - m + low - window + 1, 0), n)",
+        "min(max(n - m + low - window, 0), n)",
+        (COMPILED,),
+    ),
+    Mutant(
+        "compiled plan: a share begins one tile late",
+        "plan/loops.py",
+        "edge = total * share // shares",
+        "edge = total * share // shares + 1",
+        (COMPILED,),
+    ),
+    Mutant(
+        "compiled plan: a page that is not there is believed",
+        "plan/loops.py",
+        "if page < 0:",
+        "if page < -(1 << 30):",
+        (COMPILED,),
     ),
     Mutant(
         "scales: k_scale and v_scale swapped on reading",
@@ -239,7 +261,7 @@ MUTANTS = (
     Mutant(
         "update keeps old lengths",
         "plan/build.py",
-        "self._fill(plan.buffers, plan.batch, *self.inspect(plan.batch))",
+        "self._write(plan.buffers, plan.batch)",
         "self.inspect(plan.batch)",
         ("tests/plan",),
     ),
@@ -430,7 +452,7 @@ MUTANTS = (
     Mutant(
         "plan slots: all plans take one",
         "plan/build.py",
-        "self.slots[self.generation % len(self.slots)]",
+        "self.slots[(self.generation + 1) % len(self.slots)]",
         "self.slots[0]",
         ("tests/reports/test_r20.py",),
     ),

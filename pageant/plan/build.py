@@ -146,11 +146,10 @@ class Planner:
         Raises:
             ArgumentError: for any mistake in the batch; then no buffer was touched.
         """
-        lens, pages = self.inspect(batch)
+        buffers = self.slots[(self.generation + 1) % len(self.slots)]
+        self._write(buffers, batch)
         self.generation += 1
-        buffers = self.slots[self.generation % len(self.slots)]
         buffers.generation = self.generation
-        self._fill(buffers, batch, lens, pages)
         return Plan(batch, buffers, self.generation, self)
 
     def require(self, plan: Plan | None) -> Plan:
@@ -165,7 +164,11 @@ class Planner:
     def update(self, plan: Plan) -> None:
         """Plan again after the batch's tensors changed in place."""
         self.require(plan)
-        self._fill(plan.buffers, plan.batch, *self.inspect(plan.batch))
+        self._write(plan.buffers, plan.batch)
+
+    def _write(self, buffers: PlanBuffers, batch: Batch) -> None:
+        """Inspect a batch, then write a slot."""
+        self._fill(buffers, batch, *self.inspect(batch))
 
     def inspect(self, batch: Batch) -> tuple[Lens, PageUse]:
         """Check a batch; returns what was read of it: lengths, and the pages rows can see."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,7 +45,8 @@ class BatchCopy:
     Attributes:
         query_start_loc: int32 [R + 1].
         key_lens: int32 [R].
-        page_table: int32 [R, W], as wide as the longest request's keys need.
+        page_table: int32 [R, W], at least as wide as the longest request's keys need; entries past
+            a request's keys hold anything.
         causal: for all requests (False for cross attention), or bool [R].
         draft_mask: bool [T, M], T without padding; or None.
         writes: where new tokens go; None if the batch has no slot mapping.
@@ -102,6 +103,30 @@ class CopyMemory:
             if slots is None
             else write_index(slots, page_size, self._slots.take(3, slots.shape[0])),
         )
+
+    def views(self, requests: int, width: int, slots: int) -> Views:
+        """Where a copy of this size lies."""
+        tensors = (
+            self._starts.take(requests + 1),
+            self._key_lens.take(requests),
+            self._page_table.take(requests, width),
+        )
+        pages, rows, tokens = self._slots.take(3, slots).unbind()
+        return Views((requests, width, slots), tensors, (pages, rows, tokens))
+
+
+class Views(NamedTuple):
+    """Where a copy of so many requests, pages and slots lies, for whoever fills it.
+
+    Attributes:
+        size: requests, pages of the table's rows, and slots.
+        tensors: query_start_loc, key_lens and page_table of a BatchCopy.
+        slots: int64 [S] each, pages, rows and tokens of a WriteIndex, one after another.
+    """
+
+    size: tuple[int, int, int]
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    slots: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _Room:

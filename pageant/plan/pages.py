@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,7 @@ from pageant.types import bad
 IntArray = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True)
-class PageUse:
+class PageUse(NamedTuple):
     """The largest page id that any row can see, and whose it is; -1 where nothing is read."""
 
     largest: int = -1
@@ -67,9 +66,9 @@ def page_use(
     return PageUse(int(ids[highest]), int(rows[highest]))
 
 
-@dataclass(frozen=True)
+@dataclass
 class WriteIndex:
-    """Where each new token's keys and values go.
+    """Where each new token's keys and values go; planning its slot again may change it in place.
 
     Attributes:
         tokens: int64 [n], rows of k and v that are written; None if all of them are.

@@ -12,7 +12,11 @@ def planner_of(row: Row) -> type[Planner]:
     if row.owner == "flashinfer":
         return HostPlanner
     if not row.is_planned_on_device:
-        return Planner
+        if row.owner == "reference":
+            return Planner
+        from pageant.plan.compiled_plan import CompiledPlanner  # only here is numba needed
+
+        return CompiledPlanner
     from pageant.plan.device_groups import SharingPlanner  # only here is Triton needed
 
     return SharingPlanner

@@ -8,6 +8,7 @@ there a platform of ours takes its place, which differs in nothing else.
 ``backend``           what vLLM may ask for, and the reason where the answer is no
 ``builder``           once a step: vLLM's metadata in, a plan out
 ``impl``              once a layer: writes keys and values, attends
+``encoder``           encoder-only layers, which cache nothing
 ``group``             what the layers of one cache group need, as an Attention
 ``cache``             vLLM's cache tensors and type names, in our words
 ``cpu_platform``      the CPU platform that honours CUSTOM

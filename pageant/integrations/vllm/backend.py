@@ -61,8 +61,8 @@ class PageantBackend(AttentionBackend):
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Decoders."""
-        return bool(attn_type == AttentionType.DECODER)
+        """Decoders, and encoders without a decoder."""
+        return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
 
     @classmethod
     def supports_sink(cls) -> bool:

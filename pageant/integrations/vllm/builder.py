@@ -8,10 +8,12 @@ from typing import Any, ClassVar
 import torch
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
+from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
 from pageant.api import Attention
 from pageant.integrations.vllm import compat
 from pageant.integrations.vllm.cache import format_of
+from pageant.integrations.vllm.encoder import EncoderMetadata
 from pageant.integrations.vllm.group import attention_of, features_of, options_of
 from pageant.plan.batch import Batch
 from pageant.plan.build import Plan
@@ -70,6 +72,10 @@ class PageantBuilder(AttentionMetadataBuilder[PageantMetadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.is_encoder = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
+        if self.is_encoder:
+            log.info("Pageant: %d encoder-only layers, without a cache", len(layer_names))
+            return
         layers = compat.layers_of(vllm_config, layer_names)
         impls = [layer.impl for layer in layers.values()]
         self.attention = attention_of(kv_cache_spec, impls, vllm_config, device)
@@ -88,7 +94,9 @@ class PageantBuilder(AttentionMetadataBuilder[PageantMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """What the chosen kernels say."""
+        """What the chosen kernels say; encoders plan on the host, while they run."""
+        if isinstance(kv_cache_spec, EncoderOnlyAttentionSpec):
+            return AttentionCGSupport.NEVER
         model, spec = vllm_config.model_config, kv_cache_spec
         answer = explain(
             Shape(
@@ -109,7 +117,7 @@ class PageantBuilder(AttentionMetadataBuilder[PageantMetadata]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> PageantMetadata:
+    ) -> PageantMetadata | EncoderMetadata:
         """Plan a step.
 
         Args:
@@ -117,6 +125,8 @@ class PageantBuilder(AttentionMetadataBuilder[PageantMetadata]):
             common_attn_metadata: vLLM's description of the step.
             fast_build: plans are as fast as they get.
         """
+        if self.is_encoder:
+            return EncoderMetadata.of(common_attn_metadata)
         batch = batch_of(common_attn_metadata, self.attention.limits.max_seq_len)
         assert batch.slot_mapping is not None
         plan = self.attention.plan(batch)
@@ -129,16 +139,18 @@ class PageantBuilder(AttentionMetadataBuilder[PageantMetadata]):
 
 def batch_of(common: Any, max_seq_len: int) -> Batch:
     """A Batch of vLLM's CommonAttentionMetadata, whose bounds may lie past the longest text."""
-    tokens = common.num_actual_tokens
+    tokens, starts = common.num_actual_tokens, common.query_start_loc
+    slots = common.slot_mapping
     return Batch(
-        query_start_loc=common.query_start_loc,
+        query_start_loc=starts,
         seq_lens=common.seq_lens,
         page_table=common.block_table_tensor,
-        slot_mapping=common.slot_mapping[:tokens],
+        slot_mapping=slots if slots.shape[0] == tokens else slots[:tokens],
         num_requests=common.num_reqs,
         num_tokens=tokens,
         max_query_len=common.max_query_len,
         max_seq_len=min(common.max_seq_len, max_seq_len),
         causal=common.causal,
-        query_start_loc_cpu=common.query_start_loc_cpu,
+        # Where the device is the CPU, the host copy says nothing new.
+        query_start_loc_cpu=None if starts.is_cpu else common.query_start_loc_cpu,
     )

@@ -1,7 +1,8 @@
-"""vLLM's CPU platform, but for one thing: it honours ``--attention-backend CUSTOM``."""
+"""vLLM's CPU platform, which honours ``--attention-backend CUSTOM`` and starts beside numba."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from vllm.logger import init_logger
@@ -38,3 +39,18 @@ class PageantCpuPlatform(Stock):
             raise ValueError(f"attention backend CUSTOM ({path}) cannot be used: {reasons}")
         log.info_once("Using %s for attention.", path)
         return path
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        """As the stock platform does, which looks for kernels in whatever all modules hold.
+
+        It fails on llvmlite's handle of its library (seen in 0.32), which pretends to have every
+        attribute: a second engine in one process, or one after numba was imported, did not start.
+        """
+        name = "llvmlite.binding.ffi"
+        module = sys.modules.pop(name, None)
+        try:
+            super().register_triton_kernel_overrides()
+        finally:
+            if module is not None:
+                sys.modules[name] = module

@@ -12,8 +12,10 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from pageant.cache.formats import resolve
 from pageant.cache.out_scales import OutScales, SwizzledScales
 from pageant.cache.pages import LayerCache
+from pageant.integrations.vllm import encoder
 from pageant.integrations.vllm.builder import PageantMetadata
 from pageant.integrations.vllm.cache import format_of, layer_cache
+from pageant.integrations.vllm.encoder import EncoderMetadata
 from pageant.plan.copies import DeviceWrites
 from pageant.plan.pages import WriteIndex, write_index
 from pageant.select.choose import load_step
@@ -46,8 +48,8 @@ class PageantImpl(AttentionImpl[PageantMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        if attn_type != AttentionType.DECODER:
-            raise bad("attn_type", attn_type, "decoder")
+        if attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
+            raise bad("attn_type", attn_type, "decoder, encoder_only")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.format = kv_cache_dtype, format_of(kv_cache_dtype)
@@ -63,6 +65,9 @@ class PageantImpl(AttentionImpl[PageantMetadata]):
             alibi_slopes=None if alibi_slopes is None else torch.tensor(alibi_slopes).float(),
             shares_cache=kv_sharing_target_layer_name is not None,
         )
+        self.is_encoder = attn_type == AttentionType.ENCODER_ONLY
+        if self.is_encoder:
+            encoder.check(self.layer)
         self._wrapped: tuple[torch.Tensor, LayerCache] | None = None
         self._scaled: tuple[tuple[object, ...], Layer] = ((), self.layer)
 
@@ -89,7 +94,7 @@ class PageantImpl(AttentionImpl[PageantMetadata]):
             kNvfp4Dynamic,
         )
 
-        return quant_key in (kFp8StaticTensorSym, kNvfp4Dynamic)
+        return not self.is_encoder and quant_key in (kFp8StaticTensorSym, kNvfp4Dynamic)
 
     def do_kv_cache_update(
         self,
@@ -100,7 +105,7 @@ class PageantImpl(AttentionImpl[PageantMetadata]):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Store new keys and values, [>= T, Hkv, D]; negative slots are skipped."""
-        if kv_cache.numel() == 0:
+        if self.is_encoder or kv_cache.numel() == 0:
             return
         cache, scaled = self._cache(kv_cache, key.dtype), self._with_scales(layer)
         page_size = cache.page_size
@@ -120,7 +125,7 @@ class PageantImpl(AttentionImpl[PageantMetadata]):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: PageantMetadata | None,
+        attn_metadata: PageantMetadata | EncoderMetadata | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
@@ -142,10 +147,15 @@ class PageantImpl(AttentionImpl[PageantMetadata]):
                 if tensor is not None:
                     tensor.view(torch.uint8).zero_()
             return output
-        log.info_once("Pageant: the first layer runs, %s", attn_metadata.attention.device)
+        log.info_once("Pageant: the first layer runs, %s", query.device)
+        out = output.view(output.shape[0], self.num_heads, -1)
+        if isinstance(attn_metadata, EncoderMetadata):
+            if output_scale is not None:
+                raise bad("output_scale", "given", "None for encoder_only attention")
+            encoder.attend((query, key, value), self.layer, attn_metadata, out)
+            return output
         attention = attn_metadata.attention
         scaled = self._with_scales(layer, query, output_scale, output_block_scale)
-        out = output.view(output.shape[0], self.num_heads, -1)
         attention.run(
             attn_metadata.plan,
             query,

@@ -23,12 +23,11 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 WINDOW = 24
-FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss")
 
 
 def config_of(family: str) -> Any:
     """The family's config."""
-    from transformers import Gemma2Config, GptOssConfig, LlamaConfig, Qwen3Config
+    from transformers import BertConfig, Gemma2Config, GptOssConfig, LlamaConfig, Qwen3Config
 
     match family:
         case "llama":
@@ -43,21 +42,31 @@ def config_of(family: str) -> Any:
                 query_pre_attn_scalar=16,
                 attn_logit_softcapping=2.0,
             )
+        case "bert":
+            names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                     "num_attention_heads", "max_position_embeddings", "pad_token_id")  # fmt: skip
+            return BertConfig(**{name: SIZES[name] for name in names})
         case _:
             moe = {"num_local_experts": 4, "num_experts_per_tok": 2}
             return GptOssConfig(**SIZES, sliding_window=WINDOW, **moe)
 
 
 def save(family: str, folder: Path) -> None:
-    """Write the model, in float32, with a tokenizer of numbered words."""
+    """Write the model, in float32, with a tokenizer of numbered words; smollm2 is the real one."""
+    if family == "smollm2":
+        from pageant.engine import smollm2
+
+        folder.symlink_to(smollm2.folder(), target_is_directory=True)
+        return
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of(family)).eval()
+    kind = AutoModel if family == "bert" else AutoModelForCausalLM
+    model = kind.from_config(config_of(family)).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter, std=2.0)

@@ -5,20 +5,23 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make vllm` has an environment")
 
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.kv_cache_interface import KVCacheLayout
+from vllm.v1.attention.backends.utils import reorder_batch_to_split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec, KVCacheLayout
 
 from pageant.integrations.vllm.backend import PageantBackend
 from pageant.integrations.vllm.builder import PageantBuilder
 from pageant.integrations.vllm.cache import FORMATS
 from pageant.integrations.vllm.impl import PageantImpl
-from pageant.types import Layer
-from tests.integrations.vllm.scene import BATCHES, HKV, HQ, D, Scene
+from pageant.ops.attention import ragged_attention
+from pageant.types import ArgumentError, Layer
+from tests.integrations.vllm.scene import BATCHES, HKV, HQ, PAGE, D, Scene, config
 
 
 @pytest.mark.parametrize("layout", [layout.name for layout in KVCacheLayout])
@@ -132,6 +135,94 @@ def test_sinks_keep_their_address_when_weights_come_again() -> None:
     assert held.tolist() == [3.0] * HQ
 
 
+@pytest.mark.parametrize("lens", [[5, 1, 30], [7], [4, 0, 3, 0]])
+def test_encoders_see_all_of_their_request(lens: list[int]) -> None:
+    spec = EncoderOnlyAttentionSpec(
+        block_size=PAGE, num_kv_heads=HKV, head_size=D, dtype=torch.float32
+    )
+    builder = PageantBuilder(spec, ["l0"], config(), torch.device("cpu"))
+    impl = PageantImpl(HQ, D, 0.3, HKV, None, None, "auto", 5.0, "encoder_only")
+    for step in range(2):
+        starts = torch.tensor([0, *lens]).cumsum(0).int()
+        tokens = int(starts[-1])
+        common = SimpleNamespace(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            max_query_len=max(lens),
+            num_actual_tokens=tokens + 2,
+        )
+        metadata = builder.build(0, common)
+        q, k, v = (torch.randn(tokens + 2, heads, D) for heads in (HQ, HKV, HKV))
+        impl.do_kv_cache_update(None, k, v, torch.tensor([]), torch.zeros(tokens))
+        for scale in (1.0, -1.0):  # as if in two layers
+            out = torch.full((tokens + 2, HQ * D), 7.0)
+            impl.forward(None, scale * q, k, v, torch.tensor([]), metadata, out)
+            want = ragged_attention(
+                scale * q[:tokens], k[:tokens], v[:tokens], starts, starts, causal=False,
+                layer=Layer(scale=0.3, soft_cap=5.0), kernels="reference",
+            )  # fmt: skip
+            got = out[:tokens].view_as(want)
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+            assert (out[tokens:] == 7.0).all(), f"padding of step {step} was written"
+
+
+def test_other_kinds_of_attention_are_one_clear_error() -> None:
+    for arguments, message in (
+        ((None, None, "auto", None, "encoder"), "attn_type is 'encoder'; allowed: decoder, encod"),
+        ((None, 9, "auto", None, "encoder_only"), "sliding_window is 'given'; allowed: None for"),
+        (([0.5] * HQ, None, "auto", None, "encoder_only"), "alibi_slopes is 'given'; allowed: No"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            PageantImpl(HQ, D, 0.3, HKV, *arguments)
+
+
+ORDERS = [
+    [("decode", 1), ("prefill", 9), ("decode", 1)],
+    [("prefill", 5), ("decode", 1)],
+    [("prefill", 1), ("long", 8), ("short", 1), ("decode", 1)],
+    [("decode", 4), ("decode", 1), ("short", 3), ("prefill", 2)],
+    [("long", 9), ("long", 7)],
+    [("short", 1), ("decode", 4), ("decode", 1)],
+    [("prefill", 3), ("prefill", 1), ("decode", 1), ("decode", 2), ("long", 5)],
+]
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_vllm_puts_first_decodes(
+    monkeypatch: pytest.MonkeyPatch, order: list[tuple[str, int]], drafts: int
+) -> None:
+    """vLLM orders requests by our threshold; then our plan finds those that decode in front."""
+    speculative = SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False)
+    scene = Scene(monkeypatch, speculative=speculative if drafts else None)
+    threshold = scene.builder.reorder_batch_threshold
+    assert threshold == 1 + drafts
+    names, new = [f"r{i}" for i in range(len(order))], [m for _, m in order]
+    cached = [0 if kind == "prefill" else 20 for kind, _ in order]
+    batch = SimpleNamespace(
+        req_ids=names,
+        num_computed_tokens_cpu=np.array(cached),
+        num_prompt_tokens=np.array([20 if kind == "decode" else 60 for kind, _ in order]),
+    )
+    place = list(range(len(order)))
+
+    def swap(one: int, other: int) -> None:
+        place[one], place[other] = place[other], place[one]
+
+    batch.swap_states = swap
+    scheduled = SimpleNamespace(num_scheduled_tokens=dict(zip(names, new, strict=True)))
+    reorder_batch_to_split_decodes_and_prefills(batch, scheduled, threshold)
+    new, cached = [new[i] for i in place], [cached[i] for i in place]
+    total = [m + n for m, n in zip(new, cached, strict=True)]
+    metadata = scene.builder.build(0, scene.common((new, total)))
+    front = sum(m <= threshold and n > 0 for m, n in zip(new, cached, strict=True))
+    short = [m <= threshold for m in new]
+    first_long = short.index(False) if False in short else len(short)
+    assert metadata.num_decodes == first_long >= front
+    assert metadata.num_decode_tokens == sum(new[:first_long])
+    assert metadata.num_prefill_tokens == sum(new[first_long:])
+
+
 def test_speculation_decides_what_counts_as_a_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Scene(monkeypatch).builder.reorder_batch_threshold == 1
     drafts = SimpleNamespace(num_speculative_tokens=3, parallel_drafting=False)
@@ -162,13 +253,19 @@ def test_answers_come_with_a_reason() -> None:
         "use_batch_invariant": True,
         "use_dcp": True,
     }
-    for more in ({}, {"head_size": 72}, {"block_size": 7}, {"kv_cache_dtype": "nvfp4_4over6"}):
+    for more in (
+        {},
+        {"head_size": 72},
+        {"block_size": 7},
+        {"kv_cache_dtype": "nvfp4_4over6"},
+        {"attn_type": "encoder_only"},
+    ):
         assert PageantBackend.validate_configuration(**asked | more) == []
     for more, word in (
         ({"head_size": 20}, "head_size"),
         ({"use_mla": True}, "MLA"),
         ({"kv_cache_dtype": "turboquant_k8v4"}, "kv_cache_dtype"),
-        ({"attn_type": "encoder_only"}, "encoder_only"),
+        ({"attn_type": "encoder_decoder"}, "encoder_decoder"),
     ):
         reasons = PageantBackend.validate_configuration(**asked | more)
         assert any(word in reason for reason in reasons)
