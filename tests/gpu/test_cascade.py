@@ -20,8 +20,8 @@ from tests.kernels.test_cascade import families
 pytestmark = pytest.mark.gpu
 
 LAYERS = (Layer(), Layer(window=3000, soft_cap=20.0))
-SEEDS = range(4)
-EXAMPLES = 10  # drawn with each seed; most compile kernels of their own
+SEEDS = (0, 1, 3)  # each draws some cases that share, of every type
+EXAMPLES = 14  # drawn with each seed; most compile kernels of their own
 BOUND = 2 * BOUNDS[SHAPE.dtype]
 
 
