@@ -27,20 +27,20 @@ class Workspace:
             those of other ranks; empty if none are.
         shared: partial results of gathered rows, on a GPU their results, [rows, Hq, Dv] and
             [rows, Hq]; None where nothing is ever shared.
-        library: uint8, scratch of another library's kernels.
+        scratch: uint8, of kernels of others that need some.
     """
 
     partial_out: torch.Tensor
     partial_lse: torch.Tensor
     finished: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     shared: Workspace | None = None
-    library: tuple[torch.Tensor, ...] = ()
+    scratch: tuple[torch.Tensor, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         """Bytes allocated."""
         own = self.partial_out.nbytes + self.partial_lse.nbytes + self.finished.nbytes
-        own += sum(room.nbytes for room in self.library)
+        own += sum(room.nbytes for room in self.scratch)
         return own + (0 if self.shared is None else self.shared.num_bytes)
 
 

@@ -85,7 +85,7 @@ class HostPlanner(Planner):
             }
             none = torch.empty(0, device=self.device)
             finished = none.new_empty(tokens, shape.num_q_heads, shape.value_dim)
-        workspace = Workspace(none, none, finished, library=tuple(rooms.values()))
+        workspace = Workspace(none, none, finished, scratch=tuple(rooms.values()))
         masks = PackedMasks(limits.max_requests, self.device)
         return [self._new_slot(rooms, masks) for _ in range(self.options.plan_slots)], workspace
 

@@ -110,8 +110,9 @@ def _copy(starts, lens, table, slots, fixed, places):
     to_lens = carray(_pointer(places[1]), requests, np.int32)
     to_table = carray(_pointer(places[2]), (requests, width), np.int32)
     to_slots = carray(_pointer(places[3]), (3, len(slots)), np.int64)
-    to_starts[:], to_lens[:] = starts, lens
-    for r in range(requests):
+    to_starts[requests] = starts[requests]
+    for r in range(requests):  # not slices: numba spends three seconds on what they may raise
+        to_starts[r], to_lens[r] = starts[r], lens[r]
         for column in range(min(width, -(-np.int64(lens[r]) // page_size))):
             to_table[r, column] = table[r, column]
     at = 0
