@@ -7,11 +7,13 @@ takes five times as long as the launch.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from inspect import getclosurevars, isfunction
 from typing import Any
 
 import torch
@@ -58,8 +60,10 @@ class Bound:
 
     Args:
         kernel: the kernel.
-        args: its arguments: tensors, numbers, None, or tuples of such; descriptors; constants last.
+        args: its arguments: tensors, numbers, None, or tuples of such; constants last.
         device: where it runs.
+        descriptors: of TMA, or None: what the kernel takes before `args`. They stay, so they are
+            encoded once, and calls leave them out.
         **options: of the compiler (num_warps ..).
 
     Attributes:
@@ -70,9 +74,15 @@ class Bound:
     _pending: tuple[Future[None], tuple[Any, ...]] | None
 
     def __init__(
-        self, kernel: Any, args: tuple[Any, ...], device: torch.device, **options: Any
+        self,
+        kernel: Any,
+        args: tuple[Any, ...],
+        device: torch.device,
+        descriptors: tuple[TensorDescriptor | None, ...] = (),
+        **options: Any,
     ) -> None:
         self._kernel, self._options, self._device = kernel, options, device
+        self._descriptors = descriptors
         self.raw, self._pending = unchanged, None
         self._is_compiled = isinstance(kernel, JITFunction)
         if not self._is_compiled:
@@ -82,17 +92,21 @@ class Bound:
         if pool is None:
             self._compile(args)
             return
-        key = (kernel, _kind(args), *options.items())
+        key = (kernel, _kind((*descriptors, *args)), *options.items())
         if key not in pool.futures:
             pool.futures[key] = pool.executor.submit(self._compile, args)
         self._pending = pool.futures[key], args
 
     def _compile(self, args: tuple[Any, ...]) -> None:
         with torch.cuda.device(self._device):
-            code = self._kernel.warmup(*args, grid=(1,), **self._options)
+            given = (*self._descriptors, *args)
+            code = self._kernel.warmup(*given, grid=(1,), **self._options)
             self._run = code.run  # which loads the code
+            encoded = self._descriptors
+            if any(encoded):
+                self._run, encoded = _encoded(code.run, encoded)
         about = code.function, code.packed_metadata
-        self._about = (*about, None, None, None)  # no hooks
+        self._before = (*about, None, None, None, *encoded)  # no hooks
         self._index = self._device.index
         self._current = driver.active.get_current_device
         self._stream = driver.active.get_current_stream
@@ -102,7 +116,7 @@ class Bound:
         if _POOL.get() is not None:
             return
         if not self._is_compiled:
-            self._kernel[grid](*args, **self._options)
+            self._kernel[grid](*self._descriptors, *args, **self._options)
             return
         if self._pending is not None:
             future, kinds = self._pending
@@ -113,7 +127,26 @@ class Bound:
             with torch.cuda.device(self._index):
                 self(grid, *args)
             return
-        self._run(*grid, self._stream(self._index), *self._about, *args)
+        self._run(*grid, self._stream(self._index), *self._before, *args)
+
+
+def _encoded(
+    launcher: Any, descriptors: tuple[TensorDescriptor | None, ...]
+) -> tuple[Any, tuple[Any, ...]]:
+    """A launcher that encodes no descriptors, and the arguments that these become.
+
+    Triton wraps the function that launches in one that encodes them every time. A Triton that does
+    it in another way is left to do so.
+    """
+    known = getclosurevars(launcher.launch) if isfunction(launcher.launch) else None
+    if known is None or not {"launcher", "tensordesc_meta"} <= known.nonlocals.keys():
+        return launcher, descriptors
+    about = iter(known.nonlocals["tensordesc_meta"])
+    encode = known.globals["make_tensordesc_arg"]
+    lists = [[None] if one is None else encode(one, next(about)) for one in descriptors]
+    launcher = copy.copy(launcher)
+    launcher.launch = known.nonlocals["launcher"]
+    return launcher, tuple([value for values in lists for value in values])
 
 
 def unchanged(value: Any) -> Any:

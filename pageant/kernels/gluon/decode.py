@@ -2,9 +2,10 @@
 
 For the formulas see ``kernels/cpu/attention.py``: they are the same, in powers of 2. A program
 walks the items of its share, which ``plan/on_device.py`` listed, one after the other through one
-ring of stages; see ``decode_attend.py``. Parts of tiles that several shares hold keys of are joined
-by a second, small launch, whose programs each take a slice of the tile that goes on into their
-share: a tile of one long request has a hundred parts, too much for one program.
+ring of stages; see ``decode_attend.py``. Parts of a tile that several shares hold keys of are
+joined by the program that comes last. Where tiles are few, one of them has a hundred parts, too much for
+one program: then a second, small launch joins, whose programs each take a slice of the tile that
+goes on into their share.
 
 Limits: strides and addresses of the cache are multiples of 16 bytes; scales stored with a page lie
 token by token for each head. The portable kernel takes over where those of a wrapped cache do not.
@@ -56,19 +57,30 @@ from pageant.plan.tiles import power_of_2
 
 COPIER_REGISTERS = gl.constexpr(40)
 # Of these no code depends on the value. (Inside tuples it always does.)
-FREE = ["table", "table_step", "causal", "mask", "mask_step", "slopes", "sinks", "q_factor"]
+FREE = [
+    "joins",
+    "table",
+    "table_step",
+    "causal",
+    "mask",
+    "mask_step",
+    "slopes",
+    "sinks",
+    "q_factor",
+]
 FREE += ["k_factor", "value_factor"]
 OPERANDS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 ELEMENTS = {**OPERANDS, torch.int8: gl.int8, torch.int16: gl.int16, torch.float32: gl.float32}
 ALIGNED = 16  # bytes, of what a copy reads
 JOINERS = 4  # programs that join tiles, for each share
+FEW_PARTS = 4  # of a tile, on average, which the program that comes last joins
 BOX_BYTES = 128  # where a copy may write, in multiples
 
 
 @gluon.jit(do_not_specialize=FREE)
 def _decode(
     keys, values, key_scales, value_scales, q, table, table_step, causal, mask, mask_step, out_to,
-    lse_to, items, shares, parts, starts, lens, slopes, sinks, numbers, q_factor, k_factor,
+    lse_to, work, joins, parts, starts, lens, slopes, sinks, numbers, q_factor, k_factor,
     value_factor, value_scale, shard, C: gl.constexpr,
 ):  # fmt: skip
     """Program g walks share g; see `copy_ahead` and `attend_all` for the arguments."""
@@ -144,12 +156,12 @@ def _decode(
         [
             (attend_all, (
                 (key_view, value_view, key_scale_view, value_scale_view, queries), full, empty, q,
-                out_to, lse_to, items, shares, parts, starts, lens, causal, (mask, mask_step),
+                out_to, lse_to, work, joins, parts, starts, lens, causal, (mask, mask_step),
                 slopes, sinks, numbers, (q_factor, k_factor), value_scale, value_factor, shard, C,
             )),
             (copy_ahead, (
                 keys, values, key_scales, value_scales, key_boxes, value_boxes, key_scale_boxes,
-                value_scale_boxes, full, empty, table, table_step, items, shares, lens, shard, C,
+                value_scale_boxes, full, empty, table, table_step, work[0], work[1], lens, shard, C,
             )),
         ],
         [1],
@@ -220,6 +232,10 @@ class _Ready:
         self.lse_strides = (0, 0) if call.lse is None else call.lse.stride()
         variant = _variant(call, work.tile)
         lists = (work.items, work.shares)
+        shares = work.shares.shape[0]
+        tiles = variant.units * -(-work.threshold // variant.query_tokens)  # of a request
+        # Of fewer requests each tile has many parts: too much for one program to join.
+        self.many = 1 + shares // (FEW_PARTS * tiles)
         parts = (call.workspace.partial_out, call.workspace.partial_lse)
         numbers = (
             params.alibi_slopes,
@@ -231,27 +247,29 @@ class _Ready:
             (call.shard.rank, call.shard.interleave),
             variant,
         )
-        walked = (*lists, parts, call.query_start_loc, call.key_lens, *numbers)
+        walked = (parts, call.query_start_loc, call.key_lens, *numbers)
         factors = (params.sinks, params.value_factor, params.value_scale)
         joined = (*lists, parts, call.query_start_loc, *factors, variant)
-        self.descriptors = _descriptors(call, variant)
+        descriptors = _descriptors(call, variant)
         rows, results = self._rows(call, unchanged), self._results(call, unchanged)
         self.walk = Bound(
-            _decode, (*self.descriptors, *rows, *results, *walked), call.q.device,
-            num_warps=variant.warps, launch_pdl=True,
+            _decode, (*rows, *results, (*lists, work.arrivals), 1, *walked), call.q.device,
+            descriptors, num_warps=variant.warps, launch_pdl=True,
         )  # fmt: skip
         self.join = Bound(
             join_parts, (*results, *joined), call.q.device, num_warps=4, launch_pdl=True
         )
+        self.lists = self.walk.raw((*lists, work.arrivals))
         self.walked, self.joined = self.walk.raw(walked), self.join.raw(joined)
-        self.grid = (work.shares.shape[0], 1, 1)
-        self.joiners = (work.shares.shape[0], JOINERS, 1)
+        self.grid, self.joiners = (shares, 1, 1), (shares, JOINERS, 1)
 
     def __call__(self, call: AttentionCall) -> None:
         """Launch."""
         rows, results = self._rows(call, self.walk.raw), self._results(call, self.walk.raw)
-        self.walk(self.grid, *self.descriptors, *rows, *results, *self.walked)
-        self.join(self.joiners, *results, *self.joined)
+        joins = len(call.key_lens) >= self.many
+        self.walk(self.grid, *rows, *results, self.lists, int(joins), *self.walked)
+        if not joins:
+            self.join(self.joiners, *results, *self.joined)
 
     def _rows(self, call: AttentionCall, raw: Any) -> tuple[Any, ...]:
         """The arguments from q to mask_step."""

@@ -37,11 +37,9 @@ from pageant.kernels.gluon.common.widen import (
     widen_two,
     widen_values,
 )
-from pageant.plan.on_device import ITEM, PARTIAL, REQUEST, UNIT
+from pageant.kernels.gluon.decode_attend_rows import LOG2_E, LOWEST, finish, joined, store_all
+from pageant.plan.on_device import CLOSER, ITEM, OPENER, PARTIAL, REQUEST, UNIT
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-LN_2 = gl.constexpr(0.6931471805599453)
-LOWEST = gl.constexpr(-(2.0**100))  # below every score, and no sum with it is infinite
 TURN = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
 
 
@@ -406,42 +404,23 @@ def _sum_of_groups(x, C: gl.constexpr):
 
 
 @gluon.jit
-def _store(x, factor, at, exists, PLANE: gl.constexpr, C: gl.constexpr):
-    """One plane of the output times a factor of each column, at pointers to each column's row."""
-    LAYOUT: gl.constexpr = x.type.layout
-    word = gl.arange(0, C.value_words, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    element = gl.expand_dims(gl.expand_dims(word, 0), 2) * C.planes + PLANE
-    at = gl.expand_dims(at, 1) + element
-    value = (x * gl.expand_dims(factor, 1)).to(at.dtype.element_ty)
-    gl.store(at, value, mask=gl.expand_dims(exists, 1) & (element < C.value_dim))
-
-
-@gluon.jit
-def _store_all(o0, o1, o2, o3, factor, at, exists, C: gl.constexpr):
-    _store(o0, factor, at, exists, 0, C)
-    if C.planes >= 2:
-        _store(o1, factor, at, exists, 1, C)
-    if C.planes == 4:
-        _store(o2, factor, at, exists, 2, C)
-        _store(o3, factor, at, exists, 3, C)
-
-
-@gluon.jit
 def attend_all(
-    views, full, empty, q, out_to, lse_to, items, shares, parts, starts, lens, causal, masks,
-    slopes, sinks, numbers, factors, value_scale, value_factor, shard, C: gl.constexpr,
+    views, full, empty, q, out_to, lse_to, work, joins, parts, starts, lens, causal, masks, slopes,
+    sinks, numbers, factors, value_scale, value_factor, shard, C: gl.constexpr,
 ):  # fmt: skip
     """Attend to a share's tiles, in order; leave finished rows, or a tile's part.
 
     Args:
         out_to, lse_to: pointer, and strides of token and head; lse's pointer may be None.
-        items, shares: see ``plan_step``.
+        work: items, shares and arrivals, see ``plan_step``.
+        joins: whether, of the programs that leave parts of a tile, the last one joins them.
         parts: float32 [slots, kv_heads * columns, Dv] and [slots, kv_heads * columns]: rows
             divided by their total, and logarithms to base 2 of those.
         sinks: float32 [Hq], or None.
         value_scale, value_factor: factors on the output: a number; [1] or None.
         views .. C: see `attend`.
     """
+    items, shares, arrivals = work
     g = gl.program_id(0)
     first = gl.load(shares + 2 * g)
     count = gl.load(shares + 2 * g + 1)
@@ -468,23 +447,33 @@ def attend_all(
         factor = gl.where(total > 0, 1.0 / total, 0.0)
         if C.planes == 4:
             factor = factor * E2M1_FACTOR
+        token = (start + own).to(gl.int64)
         if partial < 0:
-            factor = factor * value_scale
-            if value_factor is not None:
-                factor *= gl.load(value_factor).to(gl.float32)
-            if sinks is not None:
-                sink = gl.load(sinks + query_head, mask=exists, other=0.0) * LOG2_E
-                factor = factor / (1.0 + gl.exp2(sink - lse))
-            token = (start + own).to(gl.int64)
-            at = out_to[0] + token * out_to[1] + query_head * out_to[2]
-            _store_all(o0, o1, o2, o3, factor, at, exists, C)
-            if lse_to[0] is not None:
-                lse_at = lse_to[0] + token * lse_to[1] + query_head * lse_to[2]
-                gl.store(lse_at, lse * LN_2, mask=exists)
+            finish(
+                o0, o1, o2, o3, factor, lse, token, query_head, exists, sinks, value_scale,
+                value_factor, out_to, lse_to, C,
+            )  # fmt: skip
         else:
             of_head = gl.arange(0, C.kv_heads, layout=gl.SliceLayout(1, BY_COLUMN))
             column = gl.arange(0, C.columns, layout=gl.SliceLayout(0, BY_COLUMN))
             line = gl.expand_dims(of_head * C.columns, 1) + gl.expand_dims(column, 0)
-            line = line + partial.to(gl.int64) * (C.kv_heads * C.columns)
-            _store_all(o0, o1, o2, o3, factor, parts[0] + line * C.value_dim, exists, C)
-            gl.store(parts[1] + line, lse, mask=exists)
+            line = line.to(gl.int64)
+            part_line = line + partial.to(gl.int64) * (C.kv_heads * C.columns)
+            store_all(o0, o1, o2, o3, factor, parts[0] + part_line * C.value_dim, exists, C)
+            gl.store(parts[1] + part_line, lse, mask=exists)
+            if joins != 0:
+                opener = gl.load(item + OPENER)
+                closer = gl.load(item + CLOSER)
+                gl.thread_barrier()  # all threads have stored
+                arrived = gl.atomic_add(arrivals + opener, 1, sem="acq_rel")
+                if arrived == closer - opener:
+                    gl.store(arrivals + opener, 0)
+                    o0, o1, o2, o3, peak, total = joined(
+                        o0, o1, o2, o3, line, exists, parts, opener, closer, C
+                    )
+                    lse = gl.where(total > 0, peak + gl.log2(total), float("-inf"))
+                    factor = gl.where(total > 0, 1.0 / total, 0.0)
+                    finish(
+                        o0, o1, o2, o3, factor, lse, token, query_head, exists, sinks, value_scale,
+                        value_factor, out_to, lse_to, C,
+                    )  # fmt: skip
