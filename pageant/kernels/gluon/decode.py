@@ -3,9 +3,9 @@
 For the formulas see ``kernels/cpu/attention.py``: they are the same, in powers of 2. A program
 walks the items of its share, which ``plan/on_device.py`` listed, one after the other through one
 ring of stages; see ``decode_attend.py``. Parts of a tile that several shares hold keys of are
-joined by the program that comes last. Where tiles are few, one of them has a hundred parts, too much for
-one program: then a second, small launch joins, whose programs each take a slice of the tile that
-goes on into their share.
+joined by the program that comes last. Where tiles are few, one of them has a hundred parts, too
+much for one program: then a second, small launch joins, whose programs each take a slice of the
+tile that goes on into their share.
 
 Limits: strides and addresses of the cache are multiples of 16 bytes; scales stored with a page lie
 token by token for each head. The portable kernel takes over where those of a wrapped cache do not.
